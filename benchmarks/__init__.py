@@ -1,0 +1,1 @@
+"""What produces the numbers in docs/figures.md."""
