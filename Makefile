@@ -20,6 +20,7 @@ figures: $(STAMP)
 	$(BIN)/python -m benchmarks.figures
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into .venv: some minutes, the first time"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
