@@ -1,0 +1,91 @@
+"""The only module that hands tensors to torch.distributed. It counts what it hands over."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Renamed in torch 2.13; the old names warn there.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class WireError(Exception):
+    """A collective failed, so that peers are gone or no longer in step: nothing can be sent any more."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective: what each rank hands over."""
+
+    op: Literal["all_reduce", "all_gather", "all_to_all"]
+    numel: int
+    dtype: torch.dtype
+
+    def sent(self, world: int) -> float:
+        """Bytes that a rank puts on the wire: a ring for the all-reduce, each peer once for the others."""
+        size = self.numel * self.dtype.itemsize
+        if self.op == "all_reduce":
+            return 2 * (world - 1) / world * size
+        return (world - 1) * size if self.op == "all_gather" else (world - 1) / world * size
+
+
+@dataclass
+class Wire:
+    """Collectives over one process group, with counters. ``group`` None is the default group."""
+
+    group: dist.ProcessGroup | None
+    bytes_sent: float = 0.0
+    seconds: float = 0.0
+    finished: int = field(default=0, init=False)  # collectives that took place
+
+    def __post_init__(self) -> None:
+        self.rank: int = dist.get_rank(self.group)
+        self.world: int = dist.get_world_size(self.group)
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Sums ``tensor`` over ranks, in place, and returns it."""
+        if self.world == 1:
+            return tensor
+        transfer = Transfer("all_reduce", tensor.numel(), tensor.dtype)
+        self._run(transfer, lambda: dist.all_reduce(tensor, op=op, group=self.group))
+        return tensor
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> None:
+        """``out[i]`` becomes the tensor of rank ``i``."""
+        if self.world == 1:
+            out.view(-1).copy_(tensor.view(-1))
+            return
+        transfer = Transfer("all_gather", tensor.numel(), tensor.dtype)
+        self._run(transfer, lambda: _all_gather_single(out.view(-1), tensor.view(-1), group=self.group))
+
+    def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
+        """``out[i]`` becomes ``tensor[this rank]`` of rank ``i``; both are ``[world, ...]``."""
+        if self.world == 1:
+            out.view(-1).copy_(tensor.view(-1))
+            return
+        transfer = Transfer("all_to_all", tensor.numel(), tensor.dtype)
+        self._run(transfer, lambda: dist.all_to_all_single(out.view(-1), tensor.view(-1), group=self.group))
+
+    def blank(self, transfer: Transfer, device: torch.device) -> None:
+        """Takes part in a collective with zeros, for peers that wait for it."""
+        tensor = torch.zeros(transfer.numel, dtype=transfer.dtype, device=device)
+        if transfer.op == "all_reduce":
+            self.all_reduce(tensor)
+        elif transfer.op == "all_gather":
+            self.all_gather(tensor.new_empty(self.world, transfer.numel), tensor)
+        else:
+            self.all_to_all(torch.empty_like(tensor), tensor)
+
+    def _run(self, transfer: Transfer, collective: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        try:
+            collective()
+        except RuntimeError as error:
+            raise WireError(str(error)) from error
+        self.seconds += time.perf_counter() - start
+        self.bytes_sent += transfer.sent(self.world)
+        self.finished += 1

@@ -1,0 +1,65 @@
+"""Who runs the exchange of a bucket. Nothing else in the project knows the difference."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+
+class Executor(Protocol):
+    """Runs jobs one after the other, in the order of submission, while backward goes on."""
+
+    def submit(self, job: Callable[[], None], tensor: Tensor) -> "Future[Tensor]":
+        """Runs ``job``, which fills ``tensor`` and does not raise; the future then holds ``tensor``."""
+
+    def close(self) -> None:
+        """Waits for all jobs and ends."""
+
+
+class ThreadExecutor:
+    """One worker thread (CPU, gloo). Collectives block it and not backward; they never run in a future's callback."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commopt")
+
+    def submit(self, job: Callable[[], None], tensor: Tensor) -> "Future[Tensor]":
+        future: Future[Tensor] = Future()
+
+        def run() -> None:
+            with torch.no_grad():
+                job()
+            future.set_result(tensor)
+
+        self._pool.submit(run)
+        return future
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+class StreamExecutor:
+    """A side stream (CUDA, NCCL): jobs are enqueued behind the gradients they need, and backward goes on beside them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, job: Callable[[], None], tensor: Tensor) -> "Future[Tensor]":
+        future: Future[Tensor] = Future(devices=[self._device])
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            job()
+            future.set_result(tensor)
+        return future
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+def make_executor(device: torch.device) -> Executor:
+    """The executor for gradients on ``device``."""
+    return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()

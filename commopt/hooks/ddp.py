@@ -1,0 +1,194 @@
+"""The hook of torch's DistributedDataParallel: as thin as can be.
+
+No `from __future__ import annotations` here: torch compares the hook's annotations with the types themselves.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from commopt.collectives.agreement import check_agreement
+from commopt.config import CommOptConfig
+from commopt.engine import Bucket, Engine, Stats
+from commopt.errors import AttachError
+from commopt.plan import Plan
+
+
+class GradScaler(Protocol):
+    """What we ask of a gradient scaler, such as ``torch.amp.GradScaler``."""
+
+    def get_scale(self) -> float:
+        """The factor that losses are multiplied by."""
+
+
+def attach(
+    model: DistributedDataParallel,
+    compressor: str = "int8",
+    *,
+    error_feedback: bool | None = None,
+    timeout: float = 1800.0,
+    grad_scaler: GradScaler | None = None,
+    **options: Any,
+) -> "Handle":
+    """Compresses the gradients that ``model`` exchanges. Call it on every rank, before the first backward.
+
+    Args:
+        model: a model wrapped by torch's DDP that has no communication hook yet.
+        compressor: a registered name, see ``commopt.compressors.available()``.
+        error_feedback: keep what compression lost for the next step; ``None`` follows the compressor's guarantee.
+        timeout: seconds that a rank waits for its peers in one collective.
+        grad_scaler: the scaler of the training loop, if it has one; residuals then follow its scale, and steps that are
+            not finite are left for it to skip.
+        options: options of the compressor, such as ``rank=4``.
+
+    Raises:
+        ConfigError: unknown name or option, or a value out of range.
+        AttachError: not a DDP model, or its hook is taken.
+        MismatchError: ranks disagree; raised on every rank.
+    """
+    config = CommOptConfig(compressor, options, error_feedback, timeout)
+    return Handle(model, config, grad_scaler)
+
+
+class Handle:
+    """What `attach` returns: the switch, the counters, and the hook itself."""
+
+    def __init__(
+        self, model: DistributedDataParallel, config: CommOptConfig, grad_scaler: GradScaler | None = None
+    ) -> None:
+        plan = Plan.from_config(config)
+        _check_attachable(model)
+        self._scaler = grad_scaler
+        self._names = {id(p): name for name, p in model.module.named_parameters() if p.requires_grad}
+        self._parameters = [p for p in model.module.parameters() if p.requires_grad]
+        self._touched: set[str] = set()
+        self._sees_idle = bool(model.find_unused_parameters or model.static_graph)
+        self._steps_of_optimizer: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._backwards = 0
+        self._closed = False
+
+        group = dist.new_group(
+            dist.get_process_group_ranks(model.process_group),
+            timeout=timedelta(seconds=config.timeout),
+            use_local_synchronization=True,
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        device = self._parameters[0].device
+        sparse = _sparse_names(model)
+        shapes = {
+            name: p.shape
+            for name, p in model.module.named_parameters()
+            if p.requires_grad and p.is_floating_point() and name not in sparse
+        }
+        self.engine = Engine(plan, shapes, device, group, grad_scaler.get_scale if grad_scaler else None)
+        check_agreement(self.engine.wire, _facts(plan, model), device)
+
+        self._removals: list[Callable[[], None]] = []
+        if self._sees_idle:
+            for parameter in self._parameters:
+                name = self._names[id(parameter)]
+                touch = parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._touched.add(name))
+                self._removals.append(touch.remove)
+        self._removals.append(register_optimizer_step_pre_hook(self._before_optimizer_step).remove)
+        model.register_comm_hook(self, _hook)
+
+    def disable(self) -> None:
+        """Sends gradients uncompressed, on all ranks from the same step: the next one that begins after the step in which
+        this was called. The first such step delivers what the residuals hold."""
+        self.engine.request(compress=False)
+
+    def enable(self) -> None:
+        """Compresses again, on all ranks from the same step."""
+        self.engine.request(compress=True)
+
+    def stats(self) -> Stats:
+        """Totals since the start: steps, bytes, seconds."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Ends the worker. The model cannot be trained in this DDP wrapper any more."""
+        self._closed = True
+        for remove in self._removals:
+            remove()
+        self._removals.clear()
+        self.engine.close()
+
+    def _submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if self._closed:
+            raise AttachError("the handle of this model was closed; wrap the model in a new DDP and attach again.")
+        buffer = bucket.buffer()
+        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        idle = frozenset(names) - self._touched if self._sees_idle else frozenset()
+        # A sparse gradient has a bucket of its own and no views.
+        gradients = [buffer] if buffer.is_sparse else bucket.gradients()
+        last = bucket.is_last()
+        future = self.engine.submit(Bucket(bucket.index(), names, buffer, gradients, frozenset(idle), last))
+        if last:
+            self._backwards += 1
+            self._touched.clear()
+            self._call_after_backward()
+        return future
+
+    def _call_after_backward(self) -> None:
+        """DDP queues its own finalizer right after this hook; what our first callback queues runs after that one."""
+        engine = Variable._execution_engine
+        try:
+            engine.queue_callback(lambda: engine.queue_callback(self._after_backward))
+        except RuntimeError:
+            # Not in a backward: a rank that has joined early (DDP's join) shadows the others and takes no step.
+            pass
+
+    def _after_backward(self) -> None:
+        if not self.engine.finish_step() and self._scaler is None:
+            for parameter in self._parameters:
+                parameter.grad = None  # optimizers pass over such parameters, their state included
+
+    def _before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
+        if all(p.grad is None for p in mine):
+            return
+        if self._steps_of_optimizer.get(optimizer) == self._backwards:
+            self.engine.say_once(
+                "an optimizer stepped although no gradient was exchanged since its last step, so ranks drift apart. Call the "
+                "DDP model itself (not model.module), outside no_sync, and compile the model rather than a function around it."
+            )
+        self._steps_of_optimizer[optimizer] = self._backwards
+
+
+def _hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return handle._submit(bucket)
+
+
+def _check_attachable(model: DistributedDataParallel) -> None:
+    if not isinstance(model, DistributedDataParallel):
+        raise AttachError(
+            f"attach needs a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}; wrap the model first."
+        )
+    if model._comm_hooks:
+        taken = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
+        raise AttachError(f"this DDP model has a communication hook already ({taken}); DDP takes one, and for good.")
+    if model.mixed_precision is not None:
+        raise AttachError("DDP(mixed_precision=...) takes the place of the communication hook; use autocast instead.")
+
+
+def _sparse_names(model: DistributedDataParallel) -> set[str]:
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    modules = model.module.named_modules()
+    return {f"{name}.weight".lstrip(".") for name, m in modules if isinstance(m, kinds) and m.sparse}
+
+
+def _facts(plan: Plan, model: DistributedDataParallel) -> dict[str, str]:
+    facts = {"compressor": repr(plan.compressor), "error feedback": str(plan.feedback)}
+    trained = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
+    for index, (name, p) in enumerate(trained):
+        facts[f"parameter {index}"] = f"{name} {list(p.shape)} {p.dtype}"
+    return facts
