@@ -4,8 +4,8 @@
                                  |                                     |
                             payload bytes                     new residual (staged)
 
-`Engine.submit` hands a bucket to the executor, where `Engine._reduce` runs the path. After backward, `Engine.finish_step`
-says whether the step may be taken; the next step, or `Engine.settle`, commits what was staged.
+`Engine.submit` hands a bucket to the executor, where `Engine._reduce` runs the path. After backward,
+`Engine.finish_step` says whether the step may be taken; the next step, or `Engine.settle`, commits what was staged.
 """
 
 import dataclasses
@@ -56,8 +56,8 @@ class Bucket:
 class Stats:
     """Totals since the start, of this rank.
 
-    ``bytes_sent`` is what was handed to the collectives, ``bytes_uncompressed`` what plain DDP would have handed to a ring
-    all-reduce. On CUDA the seconds are those of enqueueing.
+    ``bytes_sent`` is what was handed to the collectives, ``bytes_uncompressed`` what plain DDP would have handed to a
+    ring all-reduce. On CUDA the seconds are those of enqueueing.
     """
 
     steps: int = 0
@@ -88,8 +88,8 @@ class _Step:
 class Engine:
     """Exchanges the buckets of one model over a dedicated process group.
 
-    Scratch memory is a few buffers of the size of the largest bucket or its payload, plus 8 bytes a parameter for residuals
-    where the plan keeps them.
+    Scratch memory is a few buffers of the size of the largest bucket or its payload, plus 8 bytes a parameter for
+    residuals where the plan keeps them.
 
     Args:
         plan: what to do, the same on all ranks.
@@ -145,8 +145,8 @@ class Engine:
         if self._dead:
             bucket, error = self._dead
             raise ExchangeError(
-                f"rank {self.wire.rank} lost its peers in {_where(bucket)}: {error} Look for the first error on the other "
-                "ranks; training can go on from the last checkpoint."
+                f"rank {self.wire.rank} lost its peers in {_where(bucket)}: {error} Look for the first error on the "
+                "other ranks; training can go on from the last checkpoint."
             ) from error
         if step.failure_text:
             self.residuals.discard()
@@ -157,9 +157,9 @@ class Engine:
             self._stats = dataclasses.replace(self._stats, skipped_steps=self._stats.skipped_steps + 1)
             where = _where(next(bucket for bucket, flag in step.finite if not flag))
             self.say_once(
-                f"the mean gradient was not finite after {self.plan.compressor.name!r} in step {step.number}, first in {where}. "
-                "All ranks skip such steps and keep their residuals. If it happens often: a smaller learning rate, or "
-                "'bf16' or 'int8' where 'fp16' overflows."
+                f"the mean gradient was not finite after {self.plan.compressor.name!r} in step {step.number}, first in "
+                f"{where}. All ranks skip such steps and keep their residuals. If it happens often: a smaller learning "
+                "rate, or 'bf16' or 'int8' where 'fp16' overflows."
             )
             return False
         self._stats = dataclasses.replace(self._stats, steps=self._stats.steps + 1)
@@ -183,7 +183,7 @@ class Engine:
         self._step.warm.clear()
 
     def request(self, compress: bool) -> None:
-        """Switches compression on or off. Any rank may ask; all change from the same step, at the latest the one after next.
+        """Switches compression on or off. Any rank may ask; all change in the step after the one that is under way.
 
         The first step without compression delivers what the residuals hold.
         """
@@ -266,7 +266,8 @@ class Engine:
         share = 1.0 / self.wire.world  # before anything is summed, so that low precision does not overflow
         seed = (self._step.number << 16) + bucket.index
         warm = ChainMap(self._step.warm, self.warm)
-        rows = bucket.buffer.view(layout.rows, layout.block) if not layout.padded and bucket.buffer.dtype == dtype else None
+        in_place = bucket.buffer.dtype == dtype and not layout.padded
+        rows = bucket.buffer.view(layout.rows, layout.block) if in_place else None
 
         if rows is not None and not plan.feedback:
             exchange(plan, rows.mul_(share), rows, layout, self.wire, self._scratch, seed, warm)
@@ -297,8 +298,8 @@ class Engine:
 
     def _pass_through(self, bucket: Bucket) -> None:
         self.say_once(
-            f"gradients of {_where(bucket)} are {'sparse' if bucket.buffer.is_sparse else bucket.buffer.dtype} and travel "
-            "uncompressed."
+            f"{'sparse' if bucket.buffer.is_sparse else bucket.buffer.dtype} gradients travel uncompressed, first in "
+            f"{_where(bucket)}."
         )
         self.wire.all_reduce(bucket.buffer.mul_(1.0 / self.wire.world))
 

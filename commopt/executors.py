@@ -41,7 +41,7 @@ class ThreadExecutor:
 
 
 class StreamExecutor:
-    """A side stream (CUDA, NCCL): jobs are enqueued behind the gradients they need, and backward goes on beside them."""
+    """A side stream (CUDA, NCCL): jobs are enqueued behind the gradients they need, beside the rest of backward."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

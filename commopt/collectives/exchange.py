@@ -1,7 +1,7 @@
 """The exchange: what each rank contributes becomes the compressed sum over ranks, and this rank's residual.
 
-Straight-line and synchronous. Every collective is in `transfers` too, so that its bytes are known beforehand, and a rank
-that fails in between can still take part in the rest (see ``engine.py``).
+Straight-line and synchronous. Every collective is in `transfers` too, so that its bytes are known beforehand, and a
+rank that fails in between can still take part in the rest (see ``engine.py``).
 """
 
 from collections.abc import MutableMapping
@@ -42,7 +42,7 @@ def make_layout(plan: Plan, world: int, names: list[str], shapes: list[torch.Siz
 
 
 def transfers(plan: Plan, layout: Layout, world: int, dtype: torch.dtype) -> tuple[Transfer, ...]:
-    """Every collective of one exchange, in order. ``dtype`` is that of the contribution, which a lossless plan keeps."""
+    """Every collective of one exchange, in order. ``dtype`` is the contribution's, which a lossless plan keeps."""
     compressor = plan.compressor
     if world == 1:
         return ()
@@ -72,10 +72,10 @@ def exchange(
     """Sums ``x`` over ranks through ``plan``.
 
     Args:
-        x: ``[rows, block]``, what this rank contributes. Float32, but for a lossless plan. Becomes this rank's residual if
-            the plan keeps one, else its content is lost.
-        out: ``[rows, block]`` of the same dtype, becomes the sum, the same bits on every rank. May be ``x`` itself if the
-            plan keeps no residual.
+        x: ``[rows, block]``, what this rank contributes. Float32, but for a lossless plan. Becomes this rank's
+            residual if the plan keeps one, else its content is lost.
+        out: ``[rows, block]`` of the same dtype, becomes the sum, the same bits on every rank. May be ``x`` itself if
+            the plan keeps no residual.
         seed: the same on all ranks, another one for each message.
         warm: memory over steps of compressors that keep one.
 

@@ -1,7 +1,7 @@
 """``all_reduce``, ``reduce_scatter`` and ``all_gather`` with compression, outside any trainer.
 
-As in torch.distributed, all ranks of a group call them in the same order with the same arguments and shapes. They keep no
-residual. What cannot be compressed (integers, complex numbers, sparse and empty tensors) travels as it is.
+As in torch.distributed, all ranks of a group call them in the same order with the same arguments and shapes. They keep
+no residual. What cannot be compressed (integers, complex numbers, sparse and empty tensors) travels as it is.
 """
 
 import itertools
@@ -64,8 +64,8 @@ def reduce_scatter(
         output: any shape, contiguous.
         input: ``world`` times as many elements, in order of ranks.
 
-    A rank's own contribution to its chunk does not travel and is not compressed. Arguments and errors are otherwise those
-    of `all_reduce`.
+    A rank's own contribution to its chunk does not travel and is not compressed. Arguments and errors are otherwise
+    those of `all_reduce`.
     """
     plan, wire = _plan(compressor, options), Wire(group)
     share = _share(op, wire.world, input)

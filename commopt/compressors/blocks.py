@@ -80,7 +80,7 @@ class Int8(Quantizer):
 @register("int4")
 @dataclass(frozen=True)
 class Int4(Quantizer):
-    """4-bit integers, two a byte. ``hadamard`` spreads outliers over a row before rounding (Suresh et al. 2017, sec. 3)."""
+    """4-bit integers, two a byte. ``hadamard`` first spreads outliers over the row (Suresh et al. 2017, sec. 3)."""
 
     levels: ClassVar[int] = 7
     block: int = option(64, 8, 128, multiple=8)
@@ -89,7 +89,7 @@ class Int4(Quantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hadamard and self.block & (self.block - 1):
-            raise ConfigError(f"option 'hadamard' of compressor 'int4' needs a block of a power of two, got {self.block}.")
+            raise ConfigError(f"option 'hadamard' of 'int4' needs a block that is a power of two, got {self.block}.")
 
     @property
     def width(self) -> int:
@@ -119,8 +119,8 @@ class FP8(RowCompressor):
 
     @property
     def guarantee(self) -> Contraction:
-        # Normal numbers keep 3 bits of mantissa: off by 2^-4 of themselves. Below 2^-6 they are off by 2^-10 of 448th of
-        # the maximum, which adds less than block * (2^-10 / 448)^2.
+        # Normal numbers keep 3 bits of mantissa: off by 2^-4 of themselves. Smaller ones are off by 2^-10 in units of
+        # a 448th of the maximum, which adds less than block * (2^-10 / 448)^2.
         return Contraction(1.0 - 2.0**-8 - self.block * (2.0**-10 / 448) ** 2)
 
     @property
@@ -140,7 +140,7 @@ class FP8(RowCompressor):
 @register("onebit")
 @dataclass(frozen=True)
 class OneBit(RowCompressor):
-    """Signs, with the mean magnitude of the row as scale (scaled signSGD with feedback, Karimireddy et al. 2019, alg. 1)."""
+    """Signs, times the mean magnitude of the row (scaled signSGD, Karimireddy et al. 2019, algorithm 1)."""
 
     block: int = option(256, 32, 65536, multiple=32)
 

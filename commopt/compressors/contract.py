@@ -1,14 +1,14 @@
-"""The contract of a compressor, stated once. Every registered compressor passes ``tests/compressors/test_conformance.py``.
+"""The contract of a compressor, stated once. All registered ones pass ``tests/compressors/test_conformance.py``.
 
-With ``C`` the compressor and ``x`` what one rank contributes (its gradient divided by the world size, plus its residual):
+With ``C`` the compressor and ``x`` what one rank contributes (its gradient over the world size, plus its residual):
 
-- **identity**: ``x == C(x) + residual``. The exchange computes the residual so; a compressor only has to be deterministic:
-  the same payload decompresses to the same bits on every rank.
+- **identity**: ``x == C(x) + residual``. The exchange computes the residual so; a compressor only has to be
+  deterministic: the same payload decompresses to the same bits on every rank.
 - **guarantee**: a declared `Unbiased` or `Contraction`, over the rows or tensors of ``x``.
 - **exact size**: the payload's shape and dtype follow from the shape of ``x`` alone, never from its values.
 - **zero stays zero**: rows of zeros decompress to zeros.
-- **non-finite stays visible**: if ``x`` holds an infinity or a NaN then ``C(x)`` holds one. All ranks then see it in the
-  sum and skip the same step.
+- **non-finite stays visible**: if ``x`` holds an infinity or a NaN then ``C(x)`` holds one. All ranks then see it in
+  the sum and skip the same step.
 - **no state**: randomness comes from the ``seed`` argument, memory over steps from the caller.
 """
 
@@ -45,7 +45,7 @@ Guarantee = Unbiased | Contraction
 
 
 def option(default: Any, low: float | None = None, high: float | None = None, multiple: int = 1) -> Any:
-    """A dataclass field that is an option of a compressor: an inclusive range, and what a whole number is a multiple of."""
+    """A dataclass field that is an option of a compressor: an inclusive range, and a whole number's step."""
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "multiple": multiple})
 
 
@@ -71,7 +71,7 @@ class Compressor(ABC):
 
     @property
     def wants_feedback(self) -> bool:
-        """Error feedback is on by default where more than 1 % of the energy is lost, or a variance exceeds the signal."""
+        """Error feedback is on by default where over 1 % of the energy is lost, or a variance exceeds the signal."""
         if isinstance(self.guarantee, Contraction):
             return self.guarantee.delta < 0.99
         return self.guarantee.variance > 1.0

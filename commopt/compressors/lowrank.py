@@ -17,15 +17,15 @@ from commopt.layout import Layout
 class PowerSGD(RoundsCompressor):
     """One step of subspace iteration a training step, warm-started from the last one; factors are float32.
 
-    A tensor of shape ``[m, ...]`` is seen as an ``[m, k]`` matrix. Tensors whose two factors would not take less than half
-    of their bytes, vectors among them, travel uncompressed beside the first factors.
+    A tensor of shape ``[m, ...]`` is seen as an ``[m, k]`` matrix. Tensors whose two factors would not take less than
+    half of their bytes, vectors among them, travel uncompressed beside the first factors.
     """
 
     rank: int = option(4, 1, 1024)
 
     @property
     def guarantee(self) -> Contraction:
-        return Contraction(0.0)  # a projection; of a random matrix it keeps rank / min(m, k) of the energy, of most far more
+        return Contraction(0.0)  # a projection; how much it keeps is up to the spectrum
 
     def payload_sizes(self, layout: Layout) -> tuple[int, ...]:
         first = second = 0

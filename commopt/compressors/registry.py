@@ -24,7 +24,7 @@ def register(name: str) -> Callable[[C], C]:
 
     def add(cls: C) -> C:
         if not (isinstance(cls, type) and issubclass(cls, Compressor) and dataclasses.is_dataclass(cls)):
-            raise ConfigError(f"compressor {name!r} must be a frozen dataclass that subclasses Compressor, got {cls!r}.")
+            raise ConfigError(f"compressor {name!r} must be a dataclass that subclasses Compressor, got {cls!r}.")
         taken = _registry.get(name)
         if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ConfigError(f"compressor name {name!r} is taken by {taken.__module__}.{taken.__qualname__}.")

@@ -72,8 +72,8 @@ class TopK(Sparse):
 class Threshold(Sparse):
     """Top-k of long rows by a threshold that a sample of the row gives (Aji and Heafield 2017, sec. 3).
 
-    The threshold aims at three quarters of ``kept``, and all that reaches it travels: these *are* the largest ones. A row
-    in which more than ``kept`` elements reach it falls back to the exact top-k.
+    The threshold aims at three quarters of ``kept``, and all that reaches it travels: these *are* the largest ones.
+    A row in which more than ``kept`` elements reach it falls back to the exact top-k.
     """
 
     block: int = option(65536, 1024, 65536, multiple=STRIDE)
@@ -110,7 +110,7 @@ class Threshold(Sparse):
 @register("randomk")
 @dataclass(frozen=True)
 class RandomK(RowCompressor):
-    """One random element in ``round(1 / density)``; the seed is shared, so that payloads sum (Stich et al. 2018, def. 2.1)."""
+    """One random element in ``round(1 / density)`` (Stich et al. 2018, def. 2.1); a shared seed lets payloads sum."""
 
     summable: ClassVar[bool] = True
     payload_dtype = torch.float32

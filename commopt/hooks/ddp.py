@@ -3,6 +3,7 @@
 No `from __future__ import annotations` here: torch compares the hook's annotations with the types themselves.
 """
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -102,8 +104,8 @@ class Handle:
         model.register_comm_hook(self, _hook)
 
     def disable(self) -> None:
-        """Sends gradients uncompressed, on all ranks from the same step: the next one that begins after the step in which
-        this was called. The first such step delivers what the residuals hold."""
+        """Sends gradients uncompressed, from the same step on all ranks: the one after the next backward, or after the
+        one under way. The first such step delivers what the residuals hold. One rank's word is enough."""
         self.engine.request(compress=False)
 
     def enable(self) -> None:
@@ -122,7 +124,7 @@ class Handle:
         self._removals.clear()
         self.engine.close()
 
-    def _submit(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _submit(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if self._closed:
             raise AttachError("the handle of this model was closed; wrap the model in a new DDP and attach again.")
         buffer = bucket.buffer()
@@ -141,11 +143,9 @@ class Handle:
     def _call_after_backward(self) -> None:
         """DDP queues its own finalizer right after this hook; what our first callback queues runs after that one."""
         engine = Variable._execution_engine
-        try:
+        # Outside of backward a rank has joined early (DDP's join): it shadows the others and takes no step.
+        with contextlib.suppress(RuntimeError):
             engine.queue_callback(lambda: engine.queue_callback(self._after_backward))
-        except RuntimeError:
-            # Not in a backward: a rank that has joined early (DDP's join) shadows the others and takes no step.
-            pass
 
     def _after_backward(self) -> None:
         if not self.engine.finish_step() and self._scaler is None:
@@ -158,20 +158,21 @@ class Handle:
             return
         if self._steps_of_optimizer.get(optimizer) == self._backwards:
             self.engine.say_once(
-                "an optimizer stepped although no gradient was exchanged since its last step, so ranks drift apart. Call the "
-                "DDP model itself (not model.module), outside no_sync, and compile the model rather than a function around it."
+                "an optimizer stepped although no gradient was exchanged since its last step, so ranks drift apart. "
+                "Call the DDP model itself (not model.module), outside no_sync, and compile the model rather than a "
+                "function around it."
             )
         self._steps_of_optimizer[optimizer] = self._backwards
 
 
-def _hook(handle: Handle, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _hook(handle: Handle, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return handle._submit(bucket)
 
 
 def _check_attachable(model: DistributedDataParallel) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise AttachError(
-            f"attach needs a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}; wrap the model first."
+            f"attach needs a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}: wrap the model."
         )
     if model._comm_hooks:
         taken = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
