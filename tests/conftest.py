@@ -1,0 +1,15 @@
+"""What all tests share: the living worker processes."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.workers import Workers
+
+
+@pytest.fixture(scope="session")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """Processes that run a function on every rank of a fresh group: ``workers.run(fn, world=2, **kwargs)``."""
+    living = Workers(tmp_path_factory.mktemp("workers"))
+    yield living
+    living.close()
