@@ -1,0 +1,1 @@
+"""Compressed gradient exchange for Accelerate."""

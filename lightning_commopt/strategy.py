@@ -1,0 +1,113 @@
+"""What makes Lightning's DDPStrategy exchange compressed gradients.
+
+`lightning` and `pytorch_lightning` carry the same classes twice and refuse those of the other. The mixin is for both;
+the modules ``lightning`` and ``pytorch_lightning`` beside this file each make a strategy of it.
+"""
+
+import inspect
+from dataclasses import fields
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch.nn.parallel import DistributedDataParallel
+
+from commopt import CommOptConfig, ConfigError, Handle
+from commopt.compressors import available, create
+from commopt.errors import unknown
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy
+else:
+    DDPStrategy = object
+
+BY_LIGHTNING = {"module", "device_ids"}  # arguments of DDP that the strategy itself passes
+OF_OTHER_HOOKS = {"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision"}
+
+
+class CompressedGradients(DDPStrategy):
+    """Mixin before a ``DDPStrategy``: attaches commopt to the model that each ``fit`` wraps, on CPU and on CUDA.
+
+    Args:
+        compressor: a registered name, see ``commopt.compressors.available()``.
+        error_feedback: keep what compression lost for the next step; ``None`` follows the compressor's guarantee.
+        kwargs: options of the compressor (``rank=4``), arguments of ``DDPStrategy`` (``process_group_backend="gloo"``;
+            ``timeout`` holds for the compressed exchange too) and of torch's DDP (``find_unused_parameters=True``).
+
+    Raises:
+        ConfigError: an unknown argument or compressor (the nearest valid one is named), a value out of range, or a
+            communication hook of one's own.
+    """
+
+    strategy_name: ClassVar[str] = "commopt_ddp"
+    bucket_cap_mb: ClassVar[float | None] = None  # where the user gives none; None is torch's own default
+
+    handle: Handle | None
+    """Switch and counters of the model in training, or of the last one; None before the first fit."""
+
+    def __init__(self, compressor: str = "int8", error_feedback: bool | None = None, **kwargs: Any) -> None:
+        base = inspect.signature(super().__init__).parameters.values()
+        valid = {p.name for p in base if p.kind is not p.VAR_KEYWORD}
+        valid |= inspect.signature(DistributedDataParallel).parameters.keys() - BY_LIGHTNING
+        self.config, arguments = _separate(compressor, error_feedback, kwargs, valid)
+        super().__init__(**{"bucket_cap_mb": self.bucket_cap_mb, **arguments})
+        self.handle = None
+        self._compress = True
+
+    def disable_compression(self) -> None:
+        """Sends gradients uncompressed, on all ranks from the same step on, and in later fits; any rank may ask.
+        See ``commopt.Handle.disable``."""
+        self._switch(False)
+
+    def enable_compression(self) -> None:
+        """Compresses again."""
+        self._switch(True)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Adds ``commopt_ddp``, one name a compressor, and one that finds unused parameters."""
+        names: dict[str, dict[str, Any]] = {f"_{name}": {"compressor": name} for name in available()}
+        names |= {"": {}, "_find_unused_parameters_true": {"find_unused_parameters": True}}
+        for suffix, arguments in names.items():
+            described = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+            name, description = cls.strategy_name + suffix.lower(), f"DDP with compressed gradients. {described}"
+            strategy_registry.register(name, cls, description=description, override=True, **arguments)
+
+    def teardown(self) -> None:
+        """Ends the exchange; its counters can still be read."""
+        if self.handle is not None:
+            self.handle.close()
+        super().teardown()
+
+    def _register_ddp_hooks(self) -> None:  # Lightning's own acts on CUDA only
+        assert isinstance(self.model, DistributedDataParallel)
+        self.handle = Handle(self.model, self.config, getattr(self.precision_plugin, "scaler", None))
+        if not self._compress:
+            self.handle.disable()
+
+    def _switch(self, compress: bool) -> None:
+        self._compress = compress
+        if self.handle is not None:
+            (self.handle.enable if compress else self.handle.disable)()
+
+
+def _separate(
+    compressor: str, error_feedback: bool | None, given: dict[str, Any], valid: set[str]
+) -> tuple[CommOptConfig, dict[str, Any]]:
+    """The configuration of the exchange, and the arguments that are Lightning's and torch's."""
+    config = CommOptConfig(compressor, {}, error_feedback)
+    options = {entry.name for entry in fields(create(compressor)) if entry.init}
+    for key in given:
+        if key in OF_OTHER_HOOKS and given[key] is not None:
+            raise ConfigError(
+                f"{key} is not for commopt's strategy: DDP takes one communication hook, and here it is commopt's own. "
+                "Use Lightning's DDPStrategy for another hook, and Trainer(precision=...) for mixed precision."
+            )
+        if key not in options | valid:
+            raise unknown(f"argument of the strategy with {compressor!r}:", key, options | valid - OF_OTHER_HOOKS)
+    timeout = given.get("timeout") or timedelta(seconds=config.timeout)
+    if not isinstance(timeout, timedelta):
+        raise ConfigError(f"timeout must be a datetime.timedelta here, as in DDPStrategy; got {timeout!r}.")
+    chosen = {key: value for key, value in given.items() if key in options}
+    create(compressor, **chosen)  # for the range of values
+    config = CommOptConfig(compressor, chosen, error_feedback, timeout.total_seconds())
+    return config, {key: value for key, value in given.items() if key not in options}
