@@ -36,5 +36,5 @@ def unknown(kind: str, given: str, valid: Iterable[str]) -> ConfigError:
     """A ``ConfigError`` for an unknown name, which names the nearest valid one."""
     names = sorted(valid)
     close = difflib.get_close_matches(given, names, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = f"; did you mean {close[0]!r}?" if close else "."
     return ConfigError(f"unknown {kind} {given!r}{hint} Valid: {', '.join(names) or 'none'}.")
