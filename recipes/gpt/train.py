@@ -199,11 +199,14 @@ def warmup_cosine(step: int, warmup: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * progress)
 
 
-class StepTimer(pl.Callback):
-    """Logs the seconds of training so far and the milliseconds of each optimizer step. Validation does not count."""
+class StepCost(pl.Callback):
+    """Logs the seconds of training so far, and the milliseconds and sent bytes of each optimizer step.
+
+    Validation does not count. Only commopt's strategies count bytes.
+    """
 
     def __init__(self) -> None:
-        self.seconds = self.at_last_step = 0.0
+        self.seconds = self.at_last_step = self.sent = 0.0
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.began = time.perf_counter()
@@ -217,6 +220,10 @@ class StepTimer(pl.Callback):
         module.log("seconds", self.seconds)
         module.log("ms_per_step", 1000 * (self.seconds - self.at_last_step), prog_bar=True)
         self.at_last_step = self.seconds
+        if handle := getattr(trainer.strategy, "handle", None):
+            sent = handle.stats().bytes_sent
+            module.log("sent_mb", (sent - self.sent) / 1e6)
+            self.sent = sent
 
 
 def make_strategy(name: str, compressor: str | None, options: dict[str, Any]) -> str | Strategy:
@@ -299,7 +306,7 @@ def main() -> None:
         gradient_clip_val=1.0,
         log_every_n_steps=1,
         logger=CSVLogger(args.out.parent, args.out.name, version="", flush_logs_every_n_steps=1),
-        callbacks=[RichProgressBar(), StepTimer()],
+        callbacks=[RichProgressBar(), StepCost()],
         enable_checkpointing=False,
     )
     data = TextData(train, validation, config.block_size, args.batch_size, args.seed)
