@@ -1,0 +1,52 @@
+"""What both benchmarks write down: conditions, small statistics, JSON."""
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def conditions() -> dict[str, Any]:
+    """What a number depends on beside the arguments of the benchmark."""
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads per rank": torch.get_num_threads(),
+    }
+
+
+def command(module: str) -> str:
+    """The command line of this process, as a person would type it."""
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
+
+
+def quantiles(values: Sequence[float], *shares: float) -> list[float]:
+    """Linearly interpolated quantiles, 0 the least and 1 the greatest."""
+    return torch.tensor(values, dtype=torch.float64).quantile(torch.tensor(shares, dtype=torch.float64)).tolist()
+
+
+def write(path: Path, result: Mapping[str, Any]) -> None:
+    """Writes JSON so that a reader, or a killed writer, never leaves half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

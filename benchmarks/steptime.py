@@ -1,0 +1,235 @@
+"""Time of a whole training step, forward to optimizer, for each way to exchange gradients, side by side.
+
+    python -m benchmarks.steptime --rate 100mbit --hosts 2
+    python -m benchmarks.steptime --rate loopback --variants nocomm ddp none int8 powersgd:rank=4
+
+The same processes hold one model a variant and run the variants in turn, round after round: what a machine does
+beside the benchmark meets all of them alike. ``nocomm``, the same step without any exchange, is the limit.
+
+Under a launcher that sets RANK and WORLD_SIZE, such as torchrun, it measures the network that these ranks have.
+"""
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks import results
+from benchmarks.netlab import NetLabError, open_lab
+from benchmarks.variants import TIMEOUT, WARM_UP, Variant
+from recipes.gpt.train import GPT, SIZES, batches, load_text, next_token_loss
+
+REFERENCES = ("nocomm", "ddp")  # always measured: the limit, and what a user has today
+DEFAULT = [
+    *("none", "torch:fp16", "fp16", "torch:bf16", "bf16", "fp8", "int8", "int4", "onebit"),
+    *("topk:density=0.01", "threshold:density=0.01", "randomk:density=0.01", "torch:powersgd", "powersgd:rank=4"),
+]
+
+
+class Subject:
+    """A model that is trained one way, and what was measured on it."""
+
+    def __init__(self, variant: Variant, model: str) -> None:
+        torch.manual_seed(0)
+        self.variant = variant
+        self.model = GPT(SIZES[model])
+        self.wrapped = variant.wrap(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.rounds: list[list[float]] = []  # seconds of each step, those of the slower rank
+        self.steps = 0
+        self.totals = dict.fromkeys(("steps", "kernel_bytes", "counted_bytes", "wire_seconds", "codec_seconds"), 0.0)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> float:
+        """One training step; its seconds."""
+        start = time.perf_counter()
+        with self.wrapped.step_context():
+            next_token_loss(self.wrapped.ddp(inputs), targets).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        return time.perf_counter() - start
+
+    def round(self, stream: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
+        """Measures some steps. The one before them is not timed: it starts on an idle network and a cold cache."""
+        dist.barrier()  # so that all that was sent before has arrived, and been counted
+        before = self._counters()
+        seconds = [self.step(*next(stream)) for _ in range(1 + steps)][1:]
+        dist.barrier()
+        for name, count in self._counters().items():
+            self.totals[name] += count - before[name]
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        self.rounds.append(slowest.tolist())
+
+    def _counters(self) -> dict[str, float]:
+        counters: dict[str, float] = {"steps": self.steps, "kernel_bytes": sent_by_kernel()}
+        if self.wrapped.handle:
+            stats = self.wrapped.handle.stats()
+            counters["counted_bytes"] = stats.bytes_sent
+            counters["wire_seconds"], counters["codec_seconds"] = stats.wire_seconds, stats.codec_seconds
+        return counters
+
+    def over(self, reference: "Subject") -> dict[str, float]:
+        """Step time over that of another variant, round by round: what slows a machine down for a while cancels."""
+        pairs = zip(self.rounds, reference.rounds, strict=True)
+        ratios = [statistics.median(mine) / statistics.median(theirs) for mine, theirs in pairs]
+        return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+
+    def summary(self, references: "list[Subject]") -> dict[str, Any]:
+        """What goes into the result, for one rank and step. Times in ms; None for what nobody counted."""
+        a_step = {name: total / self.totals["steps"] for name, total in self.totals.items()}
+        flat = [1000 * seconds for steps in self.rounds for seconds in steps]
+        low, median, high = results.quantiles(flat, 0.25, 0.5, 0.75)
+        shapes = [parameter.shape for parameter in self.model.parameters()]
+        return {
+            "variant": self.variant.spec,
+            "step_ms": {"median": median, "q25": low, "q75": high},
+            "over": {reference.variant.spec: self.over(reference) for reference in references},
+            "formula_bytes": self.variant.wire_bytes(shapes, dist.get_world_size()),
+            "counted_bytes": a_step["counted_bytes"] if self.wrapped.handle else None,
+            "kernel_bytes": a_step["kernel_bytes"] if interface() != "lo" else None,
+            "wire_ms": 1000 * a_step["wire_seconds"] if self.wrapped.handle else None,
+            "codec_ms": 1000 * a_step["codec_seconds"] if self.wrapped.handle else None,
+        }
+
+
+def interface() -> str:
+    """The network interface that gloo uses; "lo" when it was left to find one."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+
+
+def sent_by_kernel() -> int:
+    """Bytes that the kernel sent on the interface so far."""
+    counter = Path("/sys/class/net", interface(), "statistics/tx_bytes")
+    return int(counter.read_text()) if counter.exists() else 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """On every rank of a process group: the measurements, and what they were made under."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    train, _ = load_text()
+    stream = batches(train, SIZES[args.model].block_size, args.batch_size, rank=rank)
+    subjects = [Subject(variant, args.model) for variant in args.variants]
+    with Progress(console=Console(stderr=True), disable=rank != 0, auto_refresh=False) as progress:
+        task = progress.add_task("warm-up", total=len(subjects) * (1 + args.rounds))
+        for subject in subjects:
+            for _ in range(WARM_UP):
+                subject.step(*next(stream))
+            progress.update(task, advance=1, description=f"warm-up: {subject.variant.spec}", refresh=True)
+        for number in range(1, args.rounds + 1):
+            for subject in subjects:
+                subject.round(stream, args.steps)
+                description = f"round {number} of {args.rounds}: {subject.variant.spec}"
+                progress.update(task, advance=1, description=description, refresh=True)
+    for subject in subjects:
+        if subject.wrapped.handle:
+            subject.wrapped.handle.close()
+    references = [subject for subject in subjects if subject.variant.spec in REFERENCES]
+    setup = {
+        **results.conditions(),
+        "rate": args.rate,
+        "hosts": world,
+        "model": args.model,
+        "parameters": sum(parameter.numel() for parameter in references[0].model.parameters()),
+        "batch": f"{args.batch_size} x {SIZES[args.model].block_size} tokens a rank",
+        "rounds": args.rounds,
+        "steps a round": args.steps,
+    }
+    summaries = [subject.summary(references) for subject in subjects]
+    return {"command": results.command("benchmarks.steptime"), "conditions": setup, "variants": summaries}
+
+
+HEADERS = (
+    *("variant", "ms a step", "quartiles", "over nocomm", "least-most", "over ddp", "least-most"),
+    *("wire ms", "codec ms", "MB formula", "MB counted", "MB kernel"),
+)
+
+
+def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table of a result, under `HEADERS`. A megabyte is 10^6 bytes, sent by one rank in one step."""
+
+    def known(value: float | None, digits: int, unit: float = 1.0) -> str:
+        return "" if value is None else f"{value / unit:.{digits}f}"
+
+    def ratio(over: dict[str, float]) -> tuple[str, str]:
+        return f"{over['median']:.2f}", f"{over['min']:.2f}-{over['max']:.2f}"
+
+    return [
+        (
+            entry["variant"],
+            f"{entry['step_ms']['median']:.0f}",
+            f"{entry['step_ms']['q25']:.0f}-{entry['step_ms']['q75']:.0f}",
+            *(text for reference in REFERENCES for text in ratio(entry["over"][reference])),
+            *(known(entry[name], 0) for name in ("wire_ms", "codec_ms")),
+            *(known(entry[name], 3, 1e6) for name in ("formula_bytes", "counted_bytes", "kernel_bytes")),
+        )
+        for entry in result["variants"]
+    ]
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(*HEADERS, title=f"{result['conditions']['hosts']} hosts, {result['conditions']['rate']}")
+    for row in rows(result):
+        table.add_row(*row)
+    console = Console()
+    if console.is_terminal:
+        console.print(table)
+    else:
+        print("\n".join("\t".join(row) for row in (HEADERS, *rows(result))))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.steptime",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--rate", default="100mbit", help="of each host's link, as tc writes it; none; or loopback")
+    parser.add_argument("--hosts", type=int, default=2, help="one rank on each")
+    default = [Variant.parse(spec) for spec in DEFAULT]
+    parser.add_argument("--variants", type=Variant.parse, nargs="+", default=default, help="beside nocomm and ddp")
+    parser.add_argument("--model", choices=SIZES, default="small")
+    parser.add_argument("--batch-size", type=int, default=5, help="windows of text a rank")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each variant in a round")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    args = parser.parse_args()
+    asked = [variant for variant in args.variants if variant.spec not in REFERENCES]
+    args.variants = [*map(Variant.parse, REFERENCES), *asked]
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    if "RANK" not in os.environ:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            with open_lab(args.hosts, args.rate) as lab:
+                return lab.run([sys.executable, "-m", "benchmarks.steptime", *sys.argv[1:]])
+        except NetLabError as error:
+            print(f"steptime: {error}", file=sys.stderr)
+            return 2
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    result = measure(args)
+    if dist.get_rank() == 0:
+        show(result)
+        if args.json:
+            results.write(args.json, result)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
