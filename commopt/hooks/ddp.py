@@ -76,6 +76,7 @@ class Handle:
         self._sees_idle = bool(model.find_unused_parameters or model.static_graph)
         self._steps_of_optimizer: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._backwards = 0
+        self._unfinished = False
         self._closed = False
 
         group = dist.new_group(
@@ -127,6 +128,8 @@ class Handle:
     def _submit(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if self._closed:
             raise AttachError("the handle of this model was closed; wrap the model in a new DDP and attach again.")
+        if self._unfinished:
+            self._finish()
         buffer = bucket.buffer()
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         idle = frozenset(names) - self._touched if self._sees_idle else frozenset()
@@ -136,6 +139,7 @@ class Handle:
         future = self.engine.submit(Bucket(bucket.index(), names, buffer, gradients, frozenset(idle), last))
         if last:
             self._backwards += 1
+            self._unfinished = True
             self._touched.clear()
             self._call_after_backward()
         return future
@@ -143,16 +147,23 @@ class Handle:
     def _call_after_backward(self) -> None:
         """DDP queues its own finalizer right after this hook; what our first callback queues runs after that one."""
         engine = Variable._execution_engine
-        # Outside of backward a rank has joined early (DDP's join): it shadows the others and takes no step.
+        # Outside of backward, a rank that has joined early (DDP's join) shadows the others, or a trainer flushes the
+        # first step of a static graph itself: the optimizer, or else the next backward, finds the step unfinished.
         with contextlib.suppress(RuntimeError):
             engine.queue_callback(lambda: engine.queue_callback(self._after_backward))
 
+    def _finish(self) -> bool:
+        self._unfinished = False
+        return self.engine.finish_step()
+
     def _after_backward(self) -> None:
-        if not self.engine.finish_step() and self._scaler is None:
+        if not self._finish() and self._scaler is None:
             for parameter in self._parameters:
                 parameter.grad = None  # optimizers pass over such parameters, their state included
 
     def _before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._unfinished:
+            self._after_backward()
         mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
         if all(p.grad is None for p in mine):
             return
