@@ -162,9 +162,9 @@ class Handle:
                 parameter.grad = None  # optimizers pass over such parameters, their state included
 
     def _before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._unfinished:
-            self._after_backward()
         mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
+        if mine and self._unfinished:
+            self._after_backward()
         if all(p.grad is None for p in mine):
             return
         if self._steps_of_optimizer.get(optimizer) == self._backwards:
