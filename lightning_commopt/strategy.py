@@ -5,6 +5,8 @@ the modules ``lightning`` and ``pytorch_lightning`` beside this file each make a
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -71,6 +73,17 @@ class CompressedGradients(DDPStrategy):
             described = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
             name, description = cls.strategy_name + suffix.lower(), f"DDP with compressed gradients. {described}"
             strategy_registry.register(name, cls, description=description, override=True, **arguments)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulates without an exchange. DDP learns a static graph from its first backward, which has to exchange."""
+        model, totals = self.model, self.handle and self.handle.stats()
+        learns = isinstance(model, DistributedDataParallel) and model.static_graph
+        if learns and totals and totals.steps + totals.skipped_steps == 0:
+            yield
+        else:
+            with super().block_backward_sync():
+                yield
 
     def teardown(self) -> None:
         """Ends the exchange; its counters can still be read."""
