@@ -219,7 +219,7 @@ class Engine:
     def _job(self, bucket: Bucket) -> None:
         if self._dead:
             return
-        start, wire_seconds = time.perf_counter(), self.wire.seconds
+        start, wire_seconds, sent = time.perf_counter(), self.wire.seconds, self.wire.bytes_sent
         try:
             self._reduce(bucket)
             if bucket.last:
@@ -227,11 +227,14 @@ class Engine:
         except WireError as error:
             self._dead = (bucket, error)
         spent = time.perf_counter() - start - (self.wire.seconds - wire_seconds)
-        sent = Transfer("all_reduce", bucket.buffer.numel(), bucket.buffer.dtype).sent(self.wire.world)
+        if bucket.buffer.is_sparse:
+            plain = self.wire.bytes_sent - sent
+        else:
+            plain = Transfer("all_reduce", bucket.buffer.numel(), bucket.buffer.dtype).sent(self.wire.world)
         self._stats = dataclasses.replace(
             self._stats,
             codec_seconds=self._stats.codec_seconds + spent,
-            bytes_uncompressed=self._stats.bytes_uncompressed + sent,
+            bytes_uncompressed=self._stats.bytes_uncompressed + plain,
         )
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -258,8 +261,7 @@ class Engine:
             for transfer in schedule[self.wire.finished - finished :]:
                 self.wire.blank(transfer, self._device)
         else:
-            low, high = torch.aminmax(bucket.buffer)
-            self._step.finite.append((bucket, torch.isfinite(low) & torch.isfinite(high)))
+            self._step.finite.append((bucket, _all_finite(bucket.buffer)))
 
     def _exchange(self, plan: Plan, layout: Layout, bucket: Bucket) -> None:
         dtype = self._working_dtype(plan, bucket)
@@ -302,6 +304,7 @@ class Engine:
             f"{_where(bucket)}."
         )
         self.wire.all_reduce(bucket.buffer.mul_(1.0 / self.wire.world))
+        self._step.finite.append((bucket, _all_finite(bucket.buffer)))
 
     def _vote(self) -> None:
         """The last word of a step: whether a rank failed, and which plan is wanted."""
@@ -330,6 +333,16 @@ class Engine:
 
     def _working_dtype(self, plan: Plan, bucket: Bucket) -> torch.dtype:
         return bucket.buffer.dtype if plan.lossless and not plan.feedback else torch.float32
+
+
+def _all_finite(tensor: Tensor) -> Tensor:
+    """A boolean on the tensor's device, without waiting for it."""
+    values = tensor._values() if tensor.is_sparse else tensor
+    values = torch.view_as_real(values) if values.is_complex() else values
+    if values.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    low, high = torch.aminmax(values)
+    return torch.isfinite(low) & torch.isfinite(high)
 
 
 def _where(bucket: Bucket) -> str:

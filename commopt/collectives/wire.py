@@ -50,7 +50,11 @@ class Wire:
         """Sums ``tensor`` over ranks, in place, and returns it."""
         if self.world == 1:
             return tensor
-        transfer = Transfer("all_reduce", tensor.numel(), tensor.dtype)
+        if tensor.is_sparse:  # backends gather the values and indices of all ranks
+            numel = tensor._values().numel() + tensor._indices().nbytes // tensor.dtype.itemsize
+            transfer = Transfer("all_gather", numel, tensor.dtype)
+        else:
+            transfer = Transfer("all_reduce", tensor.numel(), tensor.dtype)
         self._run(transfer, lambda: dist.all_reduce(tensor, op=op, group=self.group))
         return tensor
 

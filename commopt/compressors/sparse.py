@@ -89,13 +89,15 @@ class Threshold(Sparse):
     def compress(self, rows: Tensor, seed: int) -> Tensor:
         magnitude = rows.abs()
         threshold = magnitude[:, ::STRIDE].topk(self._sampled, dim=1).values[:, -1:]
-        reaches = (magnitude < threshold).logical_not_().logical_and_(magnitude != 0)  # in this form a NaN reaches it
+        threshold = threshold.clamp_min(torch.finfo(torch.float32).tiny)  # a zero never travels
+        reaches = (magnitude < threshold).logical_not_()  # in this form a NaN reaches it
         counts = reaches.sum(1)
         crowded = counts > self.kept
-        reaches[crowded] = False
+        if crowded.any():
+            reaches[crowded] = False
+            counts.masked_fill_(crowded, 0)
 
         row, column = reaches.nonzero(as_tuple=True)
-        counts = counts.masked_fill(crowded, 0)
         slot = torch.arange(len(row), device=rows.device) - (counts.cumsum(0) - counts)[row]
         positions = torch.zeros(len(rows), self.kept, dtype=torch.int64, device=rows.device)
         values = torch.zeros(len(rows), self.kept, device=rows.device)
@@ -135,6 +137,7 @@ class RandomK(RowCompressor):
 
     def accumulate(self, payload: Tensor, out: Tensor, seed: int, alpha: float) -> None:
         out.scatter_add_(1, self._positions(payload, seed), payload * (alpha * self.block))
+        out[:, :1].add_(payload * 0)  # the drawn element may be padding; the first one never is, so that a NaN is seen
 
     def _positions(self, like: Tensor, seed: int) -> Tensor:
         numbers = generator(seed, like.device)

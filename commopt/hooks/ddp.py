@@ -118,12 +118,16 @@ class Handle:
         return self.engine.stats()
 
     def close(self) -> None:
-        """Ends the worker. The model cannot be trained in this DDP wrapper any more."""
+        """Ends the worker and its process group. The model cannot be trained in this DDP wrapper any more."""
+        if self._closed:
+            return
         self._closed = True
         for remove in self._removals:
             remove()
         self._removals.clear()
         self.engine.close()
+        if dist.is_initialized():
+            dist.destroy_process_group(self.engine.wire.group)
 
     def _submit(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if self._closed:
@@ -167,7 +171,7 @@ class Handle:
             self._after_backward()
         if all(p.grad is None for p in mine):
             return
-        if self._steps_of_optimizer.get(optimizer) == self._backwards:
+        if self._steps_of_optimizer.get(optimizer, 0) == self._backwards:
             self.engine.say_once(
                 "an optimizer stepped although no gradient was exchanged since its last step, so ranks drift apart. "
                 "Call the DDP model itself (not model.module), outside no_sync, and compile the model rather than a "
