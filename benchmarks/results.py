@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 
 def conditions() -> dict[str, Any]:
@@ -33,6 +35,18 @@ def command(module: str) -> str:
 def quantiles(values: Sequence[float], *shares: float) -> list[float]:
     """Linearly interpolated quantiles, 0 the least and 1 the greatest."""
     return torch.tensor(values, dtype=torch.float64).quantile(torch.tensor(shares, dtype=torch.float64)).tolist()
+
+
+def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table; where nobody looks, as tab-separated text."""
+    console = Console()
+    if not console.is_terminal:
+        print("\n".join("\t".join(row) for row in (headers, *rows)))
+        return
+    table = Table(*headers, title=title)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:

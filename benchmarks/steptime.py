@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks import results
@@ -152,7 +151,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 HEADERS = (
-    *("variant", "ms a step", "quartiles", "over nocomm", "least-most", "over ddp", "least-most"),
+    *("variant", "ms a step", "quartiles", "over nocomm", "range", "over ddp", "range"),
     *("wire ms", "codec ms", "MB formula", "MB counted", "MB kernel"),
 )
 
@@ -177,17 +176,6 @@ def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
         )
         for entry in result["variants"]
     ]
-
-
-def show(result: dict[str, Any]) -> None:
-    table = Table(*HEADERS, title=f"{result['conditions']['hosts']} hosts, {result['conditions']['rate']}")
-    for row in rows(result):
-        table.add_row(*row)
-    console = Console()
-    if console.is_terminal:
-        console.print(table)
-    else:
-        print("\n".join("\t".join(row) for row in (HEADERS, *rows(result))))
 
 
 def parse_args() -> argparse.Namespace:
@@ -224,7 +212,8 @@ def main() -> int:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     result = measure(args)
     if dist.get_rank() == 0:
-        show(result)
+        title = f"{result['conditions']['hosts']} hosts, {result['conditions']['rate']}"
+        results.show(title, HEADERS, rows(result))
         if args.json:
             results.write(args.json, result)
     dist.destroy_process_group()

@@ -1,0 +1,102 @@
+"""Measure what docs/figures.md shows, and write it.
+
+make figures                                       # everything, about half an hour on a quiet machine
+python -m benchmarks.figures --from-json docs/figures   # only write the page from results that exist
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks import parity, steptime
+
+DOCS = Path(__file__).parent.parent / "docs"
+STEP_COLUMNS = (
+    "*over nocomm* and *over ddp*: step time over that of the same step without communication, and over plain DDP; the "
+    "median of the rounds, and the least and the most. *wire ms*, *codec ms*: what a rank spent in collectives and in "
+    "compression, most of it beside the backward pass. *MB*: 10^6 bytes that a rank sends in a step, by the formula of "
+    "the exchange, as counted when handed to the collectives, and as the kernel counted them on the interface."
+)
+PARITY_COLUMNS = (
+    "*difference*: relative, of the loss to that of plain DDP from the same weights on the same batches; the mean over "
+    "seeds, with its 95 % confidence interval (Student's t). A negative difference is a better model."
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measurement and its section of the page."""
+
+    name: str
+    title: str
+    text: str
+    module: ModuleType
+    arguments: Sequence[str]
+
+
+FIGURES = (
+    Figure(
+        "steptime-100mbit",
+        "Step time at 100 Mbit/s",
+        f"Two hosts, each behind a link of 100 Mbit/s both ways. {STEP_COLUMNS}",
+        steptime,
+        ("--rate", "100mbit", "--hosts", "2"),
+    ),
+    Figure(
+        "steptime-loopback",
+        "Step time over loopback",
+        "A network that is never the limit: what compression costs. Columns as above.",
+        steptime,
+        ("--rate", "loopback", "--hosts", "2", "--rounds", "10"),
+    ),
+    Figure("parity", "Validation loss", PARITY_COLUMNS, parity, ()),
+)
+
+
+def render(folder: Path) -> str:
+    """The page, from the JSON files in ``folder``."""
+    parts = ["# Figures", "Written by `make figures`; each table by the command above it."]
+    for figure in FIGURES:
+        result = json.loads((folder / f"{figure.name}.json").read_text())
+        parts += [f"## {figure.title}", figure.text, f"```\n{result['command']}\n```"]
+        parts += [_conditions(result["conditions"]), _table(figure.module.HEADERS, figure.module.rows(result))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _conditions(conditions: dict[str, Any]) -> str:
+    return "; ".join(f"{name}: {value}" for name, value in conditions.items())
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown; the first column holds names, the others are flush right."""
+    lines = [" | ".join(headers), " | ".join(["---", *["---:"] * (len(headers) - 1)])]
+    lines += [" | ".join([f"`{row[0]}`", *row[1:]]) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description=__doc__.splitlines()[0])
+    parser.add_argument("--from-json", type=Path, metavar="DIR", help="only write the page from the results in DIR")
+    args = parser.parse_args()
+    folder = args.from_json or DOCS / "figures"
+    if args.from_json is None:
+        for figure in FIGURES:
+            target = (folder / f"{figure.name}.json").relative_to(DOCS.parent)
+            command = [sys.executable, "-m", figure.module.__name__, *figure.arguments, "--json", str(target)]
+            print("$", *command[1:], flush=True)
+            if failed := subprocess.run(command, cwd=DOCS.parent, check=False).returncode:
+                return failed
+    page = DOCS / "figures.md"
+    page.write_text(render(folder))
+    print(f"wrote {page}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,70 @@
+import json
+from pathlib import Path
+
+from benchmarks.figures import render
+
+STEPTIME = {
+    "command": "python -m benchmarks.steptime --rate 100mbit",
+    "conditions": {"torch": "2.13.0", "hosts": 2},
+    "variants": [
+        {
+            "variant": "nocomm",
+            "step_ms": {"median": 280.4, "q25": 275.0, "q75": 290.0},
+            "over": {
+                "nocomm": {"median": 1.0, "min": 1.0, "max": 1.0},
+                "ddp": {"median": 0.15, "min": 0.14, "max": 0.16},
+            },
+            "formula_bytes": 0.0,
+            "counted_bytes": None,
+            "kernel_bytes": 320.0,
+            "wire_ms": None,
+            "codec_ms": None,
+        },
+        {
+            "variant": "powersgd:rank=4",
+            "step_ms": {"median": 350.6, "q25": 340.0, "q75": 361.4},
+            "over": {
+                "nocomm": {"median": 1.251, "min": 1.2, "max": 1.3},
+                "ddp": {"median": 0.1875, "min": 0.17, "max": 0.2},
+            },
+            "formula_bytes": 489000.0,
+            "counted_bytes": 489472.0,
+            "kernel_bytes": 498123.0,
+            "wire_ms": 52.2,
+            "codec_ms": 19.8,
+        },
+    ],
+}
+PARITY = {
+    "command": "python -m benchmarks.parity --seeds 0 1 2",
+    "conditions": {"steps": 300},
+    "runs": [
+        {"variant": variant, "seed": seed, "val_loss": loss, "ms_per_step": 70.0}
+        for variant, losses in {
+            "ddp": (2.0, 2.5, 4.0),
+            "int8": (2.002, 2.5025, 4.004),
+            "onebit": (2.04, 2.5, 4.0),
+            "topk:density=0.01,error_feedback=false": (2.4, 3.0, 4.8),
+        }.items()
+        for seed, loss in enumerate(losses)
+    ],
+}
+
+
+def test_the_page_shows_what_was_measured_and_how(tmp_path: Path) -> None:
+    for name, result in {"steptime-100mbit": STEPTIME, "steptime-loopback": STEPTIME, "parity": PARITY}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    page = render(tmp_path).splitlines()
+    assert page[0] == "# Figures"
+    assert "python -m benchmarks.steptime --rate 100mbit" in page
+    assert "torch: 2.13.0; hosts: 2" in page
+    assert "| `nocomm` | 280 | 275-290 | 1.00 | 1.00-1.00 | 0.15 | 0.14-0.16 |  |  | 0.000 |  | 0.000 |" in page
+    powersgd = "351 | 340-361 | 1.25 | 1.20-1.30 | 0.19 | 0.17-0.20 | 52 | 20 | 0.489 | 0.489 | 0.498"
+    assert f"| `powersgd:rank=4` | {powersgd} |" in page
+    assert "python -m benchmarks.parity --seeds 0 1 2" in page
+    assert "| `ddp` | 3 | 2.8333 |  |  |  |  | 70 |" in page
+    assert "| `int8` | 3 | 2.8362 | +0.10 % | +0.10 to +0.10 % | 0.2 % | pass | 70 |" in page
+    assert "| `onebit` | 3 | 2.8467 | +0.67 % | -2.20 to +3.54 % | 0.5 % | FAIL | 70 |" in page
+    control = "topk:density=0.01,error_feedback=false"
+    assert f"| `{control}` | 3 | 3.4000 | +20.00 % | +20.00 to +20.00 % | 0.5 % | fails, as it must | 70 |" in page
+    assert len({line.count("|") for line in page if line.startswith("| ")}) == 2  # each table has one number of columns
