@@ -73,7 +73,7 @@ def train(run: Run, lab: Loopback, progress: Progress) -> None:
     (run.folder / "metrics.csv").unlink(missing_ok=True)
     task = progress.add_task(run.name, total=run.steps, note="starting")
     command = [sys.executable, "-m", "recipes.gpt.train", "--size", SIZE, "--accelerator", "cpu"]
-    command += ["--steps", str(run.steps), "--warmup", "10", "--val-every", "5", "--out", str(run.folder)]
+    command += ["--steps", str(run.steps), "--warmup", "10", "--val-every", "10", "--out", str(run.folder)]
     log = run.folder / "log.txt"
     with log.open("w") as output:
         processes = lab.popen([*command, *run.arguments], stdout=output, stderr=subprocess.STDOUT)
