@@ -25,6 +25,7 @@ from rich.table import Table
 
 from benchmarks.loopback import Loopback
 from benchmarks.netlab import NetLab, available
+from commopt.compressors import available as available_compressors
 from recipes.gpt.train import GPT, SIZES
 
 SIZE = "small"
@@ -126,7 +127,7 @@ def draw(runs: list[Run], link: str, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes.gpt.demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--compressor", default="int8")
+    parser.add_argument("--compressor", choices=available_compressors(), default="int8")
     parser.add_argument("--steps", type=int, default=50)
     args = parser.parse_args()
 
