@@ -66,7 +66,9 @@ class PowerSGD(RoundsCompressor):
         all_reduce(payload)
         for p, q, start, (name, _, o) in zip(left, right, starts, factored, strict=True):
             torch.mm(p, q.T, out=o)
-            warm[name] = torch.where(q.any(), q, start)  # a gradient of zeros teaches nothing about the subspace
+            # Without the peak, the next product would have the magnitude of a squared gradient. Zeros teach nothing.
+            peak = q.abs().amax()
+            warm[name] = torch.where(peak > 0, q / peak, start)
 
     def _factored(self, shape: torch.Size) -> bool:
         if len(shape) < 2 or shape.numel() == 0:
