@@ -3,8 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.workers import Workers
+
+torch.set_num_threads(1)  # the other cores belong to the workers
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 MOST = 4
 GROUP_TIMEOUT = timedelta(seconds=20)
-GRACE = 5.0  # seconds beyond its timeout for a worker to end by itself
+GRACE = 30.0  # seconds beyond its timeout for a worker to end by itself
 
 T = TypeVar("T")
 Filter = tuple[Any, str, Any, str, int]
