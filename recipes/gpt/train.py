@@ -176,9 +176,13 @@ class LitGPT(pl.LightningModule):
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
+    def on_validation_start(self) -> None:
+        for metric in (self.val_loss, self.perplexity):  # bf16-true converts them too; a bf16 sum soon stops growing
+            metric.set_dtype(torch.float32)
+
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         inputs, targets = batch
-        logits = self.model(inputs)
+        logits = self.model(inputs).float()
         self.val_loss.update(next_token_loss(logits, targets), weight=targets.numel())
         self.perplexity.update(logits, targets)
         self.log("val_loss", self.val_loss, prog_bar=True)

@@ -1,13 +1,26 @@
 """The GPT recipe: its model, its text and its batches."""
 
 import argparse
+import math
 from itertools import islice
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
-from recipes.gpt.train import GPT, SIZES, GPTConfig, batches, load_text, parse_option, warmup_cosine, windows
+from recipes.gpt.train import (
+    GPT,
+    SIZES,
+    GPTConfig,
+    LitGPT,
+    TextData,
+    batches,
+    load_text,
+    parse_option,
+    warmup_cosine,
+    windows,
+)
 
 TINY = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16)
 
@@ -97,6 +110,23 @@ def test_windows_cover_the_text_without_overlap() -> None:
     assert torch.equal(inputs.flatten(), torch.arange(32))
     assert torch.equal(targets, inputs + 1)
     assert windows(torch.arange(32), block_size=8)[0].shape == (3, 8)  # the 32nd token has no successor
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_validation_covers_the_split_in_any_precision() -> None:
+    tokens = torch.randint(11, (8_000,))
+    losses = {}
+    for precision in ("32-true", "bf16-true"):
+        torch.manual_seed(0)
+        data = TextData(tokens, tokens, TINY.block_size, batch_size=2, seed=0)  # so many batches that a bf16 sum stalls
+        trainer = pl.Trainer(
+            accelerator="cpu", precision=precision, logger=False, enable_progress_bar=False, enable_model_summary=False
+        )
+        (metrics,) = trainer.validate(LitGPT(TINY, lr=1e-3, warmup=0), data, verbose=False)
+        losses[precision] = metrics["val_loss"]
+        assert math.log(metrics["val_perplexity"]) == pytest.approx(metrics["val_loss"], rel=1e-3)
+    assert losses["32-true"] == pytest.approx(math.log(11), rel=0.01)
+    assert losses["bf16-true"] == pytest.approx(losses["32-true"], rel=0.005)
 
 
 def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
