@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from commopt.collectives.agreement import check_agreement
 from commopt.config import CommOptConfig
@@ -102,6 +102,7 @@ class Handle:
                 touch = parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._touched.add(name))
                 self._removals.append(touch.remove)
         self._removals.append(register_optimizer_step_pre_hook(self._before_optimizer_step).remove)
+        self._removals.append(register_optimizer_step_post_hook(self._after_optimizer_step).remove)
         model.register_comm_hook(self, _hook)
 
     def disable(self) -> None:
@@ -166,10 +167,12 @@ class Handle:
                 parameter.grad = None  # optimizers pass over such parameters, their state included
 
     def _before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
-        mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
-        if mine and self._unfinished:
+        if self._unfinished and self._mine(optimizer):
             self._after_backward()
-        if all(p.grad is None for p in mine):
+
+    def _after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Not before it: a trainer may run the backward in a closure that it passes to the step."""
+        if all(p.grad is None for p in self._mine(optimizer)):
             return
         if self._steps_of_optimizer.get(optimizer, 0) == self._backwards:
             self.engine.say_once(
@@ -178,6 +181,9 @@ class Handle:
                 "function around it."
             )
         self._steps_of_optimizer[optimizer] = self._backwards
+
+    def _mine(self, optimizer: Optimizer) -> list[Tensor]:
+        return [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
 
 
 def _hook(handle: Handle, bucket: GradBucket) -> torch.futures.Future[Tensor]:
