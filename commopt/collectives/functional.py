@@ -25,6 +25,7 @@ _calls: "WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = WeakKeyDi
 _said: set[str] = set()
 
 
+@torch.no_grad()
 def all_reduce(
     tensor: Tensor, compressor: str = "int8", op: Op = "mean", group: dist.ProcessGroup | None = None, **options: Any
 ) -> None:
@@ -39,17 +40,24 @@ def all_reduce(
     Raises:
         ConfigError: unknown compressor, option or op.
         UnsupportedError: the mean of integers.
+        ExchangeError: a peer is gone, or was not heard of for as long as the group waits.
     """
     plan, wire = _plan(compressor, options), Wire(group)
     share = _share(op, wire.world, tensor)
     if not _compressible(tensor) or plan.lossless:
-        wire.all_reduce(tensor.mul_(share) if share != 1.0 else tensor)
+        whole = tensor.mul_(share) if share != 1.0 else tensor
+        if not whole.is_sparse:
+            whole = whole.contiguous()
+        wire.all_reduce(whole)
+        if whole is not tensor:
+            tensor.copy_(whole)
         return
     layout = make_layout(plan, wire.world, ["tensor"], [tensor.shape])
     out = _sum(plan, layout, [tensor], share, wire)
     tensor.copy_(layout.views(out)[0])
 
 
+@torch.no_grad()
 def reduce_scatter(
     output: Tensor,
     input: Tensor,
@@ -70,9 +78,10 @@ def reduce_scatter(
     plan, wire = _plan(compressor, options), Wire(group)
     share = _share(op, wire.world, input)
     chunks = _chunks("input", input, output, wire.world)
-    if not _compressible(input):
-        whole = input.mul(share) if share != 1.0 else input.clone()
-        output.copy_(wire.all_reduce(whole).view(chunks.shape)[wire.rank].view_as(output))
+    if not _compressible(input) or plan.lossless:
+        parts = torch.empty_like(chunks)
+        wire.all_to_all(parts, chunks.mul(share) if share != 1.0 else chunks)
+        output.copy_(parts.sum(0).view_as(output))
         return
     codec = plan.compressor
     if isinstance(codec, RoundsCompressor):
@@ -95,6 +104,7 @@ def reduce_scatter(
     output.copy_(layout.views(mine)[0].view_as(output))
 
 
+@torch.no_grad()
 def all_gather(
     output: Tensor, input: Tensor, compressor: str = "int8", group: dist.ProcessGroup | None = None, **options: Any
 ) -> None:
@@ -105,7 +115,7 @@ def all_gather(
     """
     plan, wire = _plan(compressor, options), Wire(group)
     chunks = _chunks("output", output, input, wire.world)
-    if not _compressible(input):
+    if not _compressible(input) or plan.lossless or wire.world == 1:
         wire.all_gather(chunks, input.contiguous())
         return
     codec = plan.compressor
@@ -153,6 +163,8 @@ def _compressible(tensor: Tensor) -> bool:
 
 
 def _chunks(name: str, whole: Tensor, part: Tensor, world: int) -> Tensor:
+    if whole.is_sparse or part.is_sparse:
+        raise UnsupportedError("input and output must be dense; all_reduce takes sparse tensors.")
     if whole.numel() != world * part.numel() or not whole.is_contiguous() or whole.dtype != part.dtype:
         raise UnsupportedError(
             f"{name} must be contiguous, of {part.dtype}, and {world} times as large as the other tensor "
