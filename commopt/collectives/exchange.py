@@ -46,11 +46,12 @@ def transfers(plan: Plan, layout: Layout, world: int, dtype: torch.dtype) -> tup
     compressor = plan.compressor
     if world == 1:
         return ()
+    if plan.lossless:
+        return (Transfer("all_reduce", layout.rows * layout.block, dtype),)
     if isinstance(compressor, RoundsCompressor):
         return tuple(Transfer("all_reduce", numel, torch.float32) for numel in compressor.payload_sizes(layout))
     assert isinstance(compressor, RowCompressor)
-    kind = dtype if plan.lossless else compressor.payload_dtype
-    numel = layout.rows * compressor.width
+    kind, numel = compressor.payload_dtype, layout.rows * compressor.width
     route = plan.route(world)
     if route == "all_reduce":
         return (Transfer("all_reduce", numel, kind),)

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commopt.errors import ExchangeError
+
 # Renamed in torch 2.13; the old names warn there.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class WireError(Exception):
+class WireError(ExchangeError):
     """A collective failed, so that peers are gone or no longer in step: nothing can be sent any more."""
 
 
@@ -89,7 +91,7 @@ class Wire:
         try:
             collective()
         except RuntimeError as error:
-            raise WireError(str(error)) from error
+            raise WireError(f"{transfer.op} on rank {self.rank}: {error}") from error
         self.seconds += time.perf_counter() - start
         self.bytes_sent += transfer.sent(self.world)
         self.finished += 1
