@@ -23,33 +23,10 @@ from commopt.compressors import (
 )
 from commopt.layout import Layout
 from commopt.plan import Plan
+from tests.compressors.cases import cases, every_case
 from tests.workers import Workers
 
-OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "fp8": [{"block": 32}, {"block": 1024}],
-    "int8": [{"block": 32}, {"block": 1024}, {"stochastic": True}],
-    "int4": [
-        {"block": 8},
-        {"block": 128},
-        {"stochastic": True},
-        {"hadamard": True},
-        {"hadamard": True, "stochastic": True},
-    ],
-    "onebit": [{"block": 32}, {"block": 4096}],
-    "powersgd": [{"rank": 1}, {"rank": 16}],
-    "randomk": [{"density": 0.1}, {"density": 1.0}],
-    "threshold": [{"density": 0.1}, {"block": 1024, "density": 0.05}],
-    "topk": [{"density": 1e-5}, {"density": 0.3, "block": 64}, {"density": 1.0}],
-}
 SHAPES = [(1,), (0,), (7,), (), (333,), (40, 33), (2, 3, 4, 5), (4099,), (96, 1000)]  # few are a multiple of any block
-
-
-def cases(wanted: Callable[[Compressor], bool] = lambda compressor: True) -> pytest.MarkDecorator:
-    """Every registered compressor with every set of options, as far as wanted."""
-    every = [(name, options) for name in available() for options in [{}, *OPTIONS.get(name, [])]]
-    chosen = [(name, options) for name, options in every if wanted(create(name, **options))]
-    ids = ["-".join([name, *(f"{key}={value}" for key, value in options.items())]) for name, options in chosen]
-    return pytest.mark.parametrize(("name", "options"), chosen, ids=ids)
 
 
 def in_rows(name: str, options: dict[str, Any]) -> RowCompressor:
@@ -58,7 +35,6 @@ def in_rows(name: str, options: dict[str, Any]) -> RowCompressor:
     return compressor
 
 
-every_case = cases()
 every_row_case = cases(lambda compressor: isinstance(compressor, RowCompressor))
 
 
