@@ -149,11 +149,11 @@ class Engine:
                 "other ranks; training can go on from the last checkpoint."
             ) from error
         if step.failure_text:
-            self.residuals.discard()
+            self.skip()
             raise ExchangeError(step.failure_text) from (step.failure[1] if step.failure else None)
         finite = [flag for _, flag in step.finite]
         if finite and not bool(torch.stack(finite).all()):
-            self.residuals.discard()
+            self.skip()
             self._stats = dataclasses.replace(self._stats, skipped_steps=self._stats.skipped_steps + 1)
             where = _where(next(bucket for bucket, flag in step.finite if not flag))
             self.say_once(
