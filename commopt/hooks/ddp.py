@@ -79,10 +79,12 @@ class Handle:
         self._unfinished = False
         self._closed = False
 
+        # torch names a group of some ranks after those and the number of groups alive: were it destroyed, the next one
+        # would meet its addresses in the store. So such a group stays; one of all ranks gets a new name each time.
+        ranks = dist.get_process_group_ranks(model.process_group)
+        self._of_all_ranks = len(ranks) == dist.get_world_size()
         group = dist.new_group(
-            dist.get_process_group_ranks(model.process_group),
-            timeout=timedelta(seconds=config.timeout),
-            use_local_synchronization=True,
+            ranks, timeout=timedelta(seconds=config.timeout), use_local_synchronization=not self._of_all_ranks
         )
         assert isinstance(group, dist.ProcessGroup)
         device = self._parameters[0].device
@@ -127,7 +129,7 @@ class Handle:
             remove()
         self._removals.clear()
         self.engine.close()
-        if dist.is_initialized():
+        if self._of_all_ranks and dist.is_initialized():
             dist.destroy_process_group(self.engine.wire.group)
 
     def _submit(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
