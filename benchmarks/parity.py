@@ -44,7 +44,6 @@ DEFAULT = [
 LIMITS = {"none": 0.0, "fp16": 0.002, "bf16": 0.002, "fp8": 0.002, "int8": 0.002}  # of the relative difference
 LIMIT = 0.005  # of what is not named above
 
-LEARNING_RATE = 1e-3
 LR_WARM_UP = 20
 EVALUATION_BATCH = 64
 
@@ -68,7 +67,7 @@ def train(
     torch.manual_seed(seed)
     model = GPT(config)
     wrapped = variant.wrap(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, LR_WARM_UP, args.steps))
     stream = batches(tokens, config.block_size, args.batch_size, seed, dist.get_rank())
     if wrapped.handle and args.warmup_steps:
@@ -137,8 +136,8 @@ def setup(args: argparse.Namespace) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in GPT(config).parameters()),
         "batch": f"{args.batch_size} x {config.block_size} tokens a rank",
         "steps": args.steps,
-        "uncompressed steps at the start": args.warmup_steps,
-        "optimizer": f"AdamW, {LEARNING_RATE:g} after {LR_WARM_UP} steps, cosine to a tenth, gradients clipped to 1",
+        "uncompressed steps after the first": args.warmup_steps,
+        "optimizer": f"AdamW, {args.lr:g} after {LR_WARM_UP} steps, cosine to a tenth, gradients clipped to 1",
         "validation": f"{len(load_text()[1])} bytes, all of the held-out text",
     }
 
@@ -193,7 +192,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     return table
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.parity",
         description=__doc__.splitlines()[0],
@@ -205,10 +204,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", choices=SIZES, default="tiny")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=8, help="windows of text a rank")
-    parser.add_argument("--warmup-steps", type=int, default=0, help="steps at the start that are not compressed")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="uncompressed steps after the first one")
     parser.add_argument("--json", type=Path, help="where to write the result, after each training")
     parser.add_argument("--resume", action="store_true", help="keep the trainings that --json holds already")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if any(variant.spec == "nocomm" for variant in args.variants):
         parser.error("nocomm does not train one model")
     if len(args.seeds) > len(T_QUANTILES) + 1:

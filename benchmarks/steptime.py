@@ -15,7 +15,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.steptime",
         description=__doc__.splitlines()[0],
@@ -193,7 +193,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each variant in a round")
     parser.add_argument("--json", type=Path, help="where to write the result")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     asked = [variant for variant in args.variants if variant.spec not in REFERENCES]
     args.variants = [*map(Variant.parse, REFERENCES), *asked]
     return args

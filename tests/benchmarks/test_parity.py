@@ -1,6 +1,11 @@
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from benchmarks.parity import CONTROL, confidence_interval, differences, verdict
+from benchmarks.parity import CONTROL, begin, confidence_interval, differences, measure, parse_args, verdict
+from tests.workers import Workers
 
 
 @pytest.mark.parametrize(
@@ -30,3 +35,32 @@ def test_verdicts_follow_the_limits() -> None:
     assert verdict("none", mean=1e-9, upper=1e-9) == "FAIL"
     assert verdict(CONTROL, mean=0.2, upper=0.3) == "fails, as it must"
     assert verdict(CONTROL, mean=0.001, upper=0.3) == "PASSES, but must fail"
+
+
+def compare(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
+    args = parse_args(arguments)
+    result = begin(args)
+    measure(args, result)
+    return result
+
+
+def test_trainings_are_comparable_and_resumed(workers: Workers, tmp_path: Path) -> None:
+    file = tmp_path / "parity.json"
+    short = ["--steps", "3", "--batch-size", "1", "--json", str(file)]
+    workers.run(compare, arguments=[*short, "--seeds", "0", "--variants", "none"])
+    first = json.loads(file.read_text())["runs"]
+
+    result, _ = workers.run(
+        compare, arguments=[*short, "--resume", "--seeds", "0", "1", "--variants", "none", "onebit"]
+    )
+    assert result["runs"][:2] == first
+    assert json.loads(file.read_text())["runs"] == result["runs"]
+    assert [(run["variant"], run["seed"]) for run in result["runs"]] == [
+        *(("ddp", 0), ("none", 0), ("onebit", 0)),
+        *(("ddp", 1), ("none", 1), ("onebit", 1)),
+    ]
+    assert differences(result, "none") == [0.0, 0.0]
+    assert 0.0 not in differences(result, "onebit")
+
+    with pytest.raises(SystemExit, match="other steps"):
+        begin(parse_args(["--steps", "4", "--batch-size", "1", "--json", str(file), "--resume"]))
