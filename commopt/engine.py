@@ -82,7 +82,9 @@ class _Step:
     failure: tuple[Bucket, Exception] | None = None
     failure_text: str = ""
     warm: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     ended: bool = False
+    taken: bool = False
 
 
 class Engine:
@@ -151,6 +153,8 @@ class Engine:
         if step.failure_text:
             self.skip()
             raise ExchangeError(step.failure_text) from (step.failure[1] if step.failure else None)
+        for note in step.notes:
+            self.say_once(note)
         finite = [flag for _, flag in step.finite]
         if finite and not bool(torch.stack(finite).all()):
             self.skip()
@@ -163,6 +167,7 @@ class Engine:
             )
             return False
         self._stats = dataclasses.replace(self._stats, steps=self._stats.steps + 1)
+        step.taken = True
         return True
 
     def settle(self) -> None:
@@ -173,14 +178,17 @@ class Engine:
             return
         self.residuals.commit()
         self.warm.update(step.warm)
-        if self.plan.lossless and self.plan.feedback:
+        if step.taken and self.plan.lossless and self.plan.feedback:
             # The residuals were delivered, and are zero now.
-            self.plan = self._next_plan = dataclasses.replace(self.plan, feedback=False)
+            delivered, self.plan = self.plan, dataclasses.replace(self.plan, feedback=False)
+            if self._next_plan is delivered:
+                self._next_plan = self.plan
 
     def skip(self) -> None:
         """Forgets what the last step staged, for a step that is not taken; say so on all ranks."""
         self.residuals.discard()
         self._step.warm.clear()
+        self._step.taken = False
 
     def request(self, compress: bool) -> None:
         """Switches compression on or off. Any rank may ask; all change in the step after the one that is under way.
@@ -280,10 +288,13 @@ class Engine:
         x = slot.back if slot else self._scratch.take("x", shape, dtype)
         torch._foreach_copy_(layout.views(x), bucket.gradients)
         x.mul_(share)
+        stale: dict[str, Tensor] = {}
         if slot:
             residuals = zip(layout.names, layout.views(x), layout.views(slot.front), strict=True)
             for name, contribution, residual in residuals:
-                if name not in bucket.idle:
+                if name in bucket.idle:
+                    stale[name] = contribution.any()  # DDP sends what an earlier backward left over
+                else:
                     contribution.add_(residual)
         layout.zero_padding(x)
 
@@ -295,11 +306,12 @@ class Engine:
             residuals = zip(layout.names, layout.views(x), layout.views(slot.front), strict=True)
             for name, staged, residual in residuals:
                 if name in bucket.idle:
-                    staged.copy_(residual)
+                    # A parameter that is idle here may not be elsewhere: two shots leave a part of their loss with us.
+                    staged.masked_fill_(stale[name], 0.0).add_(residual)
             self.residuals.stage(slot)
 
     def _pass_through(self, bucket: Bucket) -> None:
-        self.say_once(
+        self._step.notes.append(
             f"{'sparse' if bucket.buffer.is_sparse else bucket.buffer.dtype} gradients travel uncompressed, first in "
             f"{_where(bucket)}."
         )
@@ -321,7 +333,8 @@ class Engine:
         if off or on:
             # Where ranks ask for different things in one step, uncompressed is the safe one.
             self._next_plan = Plan(create("none"), feedback=self.configured.feedback) if off else self.configured
-            self._wanted = None
+            if self._wanted is wanted:
+                self._wanted = None
 
     def _failures(self) -> str:
         mine = ""
