@@ -56,8 +56,8 @@ class CompressedGradients(DDPStrategy):
         self._compress = True
 
     def disable_compression(self) -> None:
-        """Sends gradients uncompressed, on all ranks from the same step on, and in later fits; any rank may ask.
-        See ``commopt.Handle.disable``."""
+        """Sends gradients uncompressed, on all ranks from the same step on (see ``commopt.Handle.disable``). One rank's
+        word is enough, and holds in its later fits."""
         self._switch(False)
 
     def enable_compression(self) -> None:
@@ -117,8 +117,10 @@ def _separate(
             )
         if key not in options | valid:
             raise unknown(f"argument of the strategy with {compressor!r}:", key, options | valid - OF_OTHER_HOOKS)
-    timeout = given.get("timeout") or timedelta(seconds=config.timeout)
-    if not isinstance(timeout, timedelta):
+    timeout = given.get("timeout")
+    if timeout is None:
+        timeout = timedelta(seconds=config.timeout)
+    elif not isinstance(timeout, timedelta):
         raise ConfigError(f"timeout must be a datetime.timedelta here, as in DDPStrategy; got {timeout!r}.")
     chosen = {key: value for key, value in given.items() if key in options}
     create(compressor, **chosen)  # for the range of values

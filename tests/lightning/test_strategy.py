@@ -73,6 +73,7 @@ def test_the_bucket_size_is_one_constant_and_the_users_word_counts_more() -> Non
         ({"compressor": None}, "compressor must be a registered name"),
         ({"error_feedback": "yes"}, "error_feedback must be true, false or null"),
         ({"timeout": 60}, "timeout must be a datetime.timedelta"),
+        ({"timeout": timedelta(0)}, "timeout must be a positive number of seconds"),
         ({"ddp_comm_hook": hook}, "ddp_comm_hook is not for commopt's strategy: .* here it is commopt's own"),
         ({"ddp_comm_wrapper": hook}, "ddp_comm_wrapper is not for commopt's strategy"),
         ({"model_averaging_period": 4}, "model_averaging_period is not for commopt's strategy"),

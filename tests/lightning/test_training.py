@@ -309,6 +309,27 @@ def test_all_ranks_switch_compression_in_the_same_step(workers: Workers, strateg
     assert sent[4] == pytest.approx(whole, rel=0.01)
 
 
+def fit_switched(rank: int, world: int) -> list[float]:
+    """The compression ratios of three fits: rank 0 switches off before the first one and on before the last one."""
+    with rank_of_the_group(rank):
+        strategy, ratios = CommOptDDPStrategy(**TOPK), []
+        trainer = make_trainer(world, strategy, max_epochs=0)
+        for switch in (strategy.disable_compression, None, strategy.enable_compression):
+            if switch is not None and rank == 0:
+                switch()
+            trainer.fit_loop.max_epochs += 1
+            trainer.fit(Regression(), Batches(rank, 6))
+            ratios.append(handle_of(trainer).stats().compression_ratio)
+        return ratios
+
+
+def test_the_switch_stays_as_it_is_from_fit_to_fit(workers: Workers) -> None:
+    (off, still_off, on), same = workers.run(fit_switched)
+    assert [off, still_off, on] == same
+    assert off == still_off < 1.2  # the first step still compressed
+    assert on > 4
+
+
 def group_timeouts(rank: int, world: int) -> list[timedelta]:
     """The timeout of the exchange's own group, where the user gave one and where not."""
     with rank_of_the_group(rank):
