@@ -47,7 +47,7 @@ class PowerSGD(RoundsCompressor):
         payload = x.new_zeros(self.payload_sizes(layout)[0])
         parts = payload.split([len(m) * self.rank for _, m, _ in factored] + [len(m) for m, _ in whole])
         left = [part.view(-1, self.rank) for part in parts[: len(factored)]]
-        starts = [warm[name] if name in warm else self._start(name, m, seed) for name, m, _ in factored]
+        starts = [warm[name] if name in warm else self._start(name, m) for name, m, _ in factored]
         for p, q, (_, m, _) in zip(left, starts, factored, strict=True):
             torch.mm(m, q, out=p)
         for part, (m, _) in zip(parts[len(factored) :], whole, strict=True):
@@ -76,6 +76,6 @@ class PowerSGD(RoundsCompressor):
         rows, columns = shape[0], shape.numel() // shape[0]
         return 2 * self.rank * (rows + columns) <= rows * columns and self.rank <= min(rows, columns)
 
-    def _start(self, name: str, matrix: Tensor, seed: int) -> Tensor:
-        numbers = generator(seed ^ zlib.crc32(name.encode()), matrix.device)
+    def _start(self, name: str, matrix: Tensor) -> Tensor:
+        numbers = generator(zlib.crc32(name.encode()), matrix.device)  # whatever bucket the tensor is in
         return torch.randn(matrix.shape[1], self.rank, generator=numbers, device=matrix.device)
