@@ -315,7 +315,9 @@ class Engine:
             f"{'sparse' if bucket.buffer.is_sparse else bucket.buffer.dtype} gradients travel uncompressed, first in "
             f"{_where(bucket)}."
         )
-        self.wire.all_reduce(bucket.buffer.mul_(1.0 / self.wire.world))
+        world = self.wire.world
+        # Plain DDP divides sparse gradients and multiplies dense ones; this gives its bits.
+        self.wire.all_reduce(bucket.buffer.div_(world) if bucket.buffer.is_sparse else bucket.buffer.mul_(1.0 / world))
         self._step.finite.append((bucket, _all_finite(bucket.buffer)))
 
     def _vote(self) -> None:
