@@ -95,7 +95,7 @@ class Handle:
             if p.requires_grad and p.is_floating_point() and name not in sparse
         }
         self.engine = Engine(plan, shapes, device, group, grad_scaler.get_scale if grad_scaler else None)
-        check_agreement(self.engine.wire, _facts(plan, model), device)
+        check_agreement(self.engine.wire, _facts(plan, model, grad_scaler), device)
 
         self._removals: list[Callable[[], None]] = []
         if self._sees_idle:
@@ -210,8 +210,12 @@ def _sparse_names(model: DistributedDataParallel) -> set[str]:
     return {f"{name}.weight".lstrip(".") for name, m in modules if isinstance(m, kinds) and m.sparse}
 
 
-def _facts(plan: Plan, model: DistributedDataParallel) -> dict[str, str]:
-    facts = {"compressor": repr(plan.compressor), "error feedback": str(plan.feedback)}
+def _facts(plan: Plan, model: DistributedDataParallel, grad_scaler: GradScaler | None) -> dict[str, str]:
+    facts = {
+        "compressor": repr(plan.compressor),
+        "error feedback": str(plan.feedback),
+        "gradient scaler": str(grad_scaler is not None),
+    }
     trained = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
     for index, (name, p) in enumerate(trained):
         facts[f"parameter {index}"] = f"{name} {list(p.shape)} {p.dtype}"
