@@ -17,6 +17,7 @@ from commopt.compressors.registry import register
 from commopt.errors import ConfigError
 
 SCALE_BYTES = 4
+PACK = 0x0102040810204080  # times eight bytes of 0 or 1, gathers them as the bits of the highest byte
 TINY = 1e-35  # the least scale's reciprocal stays finite in float32
 
 
@@ -99,7 +100,7 @@ class Int4(Quantizer):
         if self.hadamard:
             rows = rows @ rotation(self.block, rows.device)
         scale, codes = self.quantize(rows, seed)
-        nibbles = codes.add_(8).to(torch.uint8)
+        nibbles = codes.add_(8).to(torch.int8).view(torch.uint8)  # on CPU far faster than to uint8 at once
         low, high = nibbles[:, : self.block // 2], nibbles[:, self.block // 2 :]
         return pack_row(scale, low | (high << 4))
 
@@ -154,18 +155,20 @@ class OneBit(RowCompressor):
 
     def compress(self, rows: Tensor, seed: int) -> Tensor:
         scale = rows.abs().mean(1, keepdim=True)
-        bits = (rows >= 0).view(torch.uint8).view(len(rows), 8, self.block // 8)
-        packed = bits[:, 0].clone()
-        for position in range(1, 8):
-            packed |= bits[:, position] << position
-        return pack_row(scale, packed)
+        octets = (rows >= 0).view(torch.int64)  # eight booleans each
+        return pack_row(scale, ((octets * PACK) >> 56).to(torch.uint8))
 
     def decompress(self, payload: Tensor, seed: int) -> Tensor:
         scale, packed = unpack_row(payload)
-        rows = torch.empty(len(payload), 8, self.block // 8, device=payload.device)
-        for position in range(8):
-            rows[:, position] = (packed >> position) & 1
-        return rows.view(len(payload), self.block).mul_(2).sub_(1).mul_(scale)
+        octets = sign_table(payload.device).index_select(0, packed.reshape(-1).to(torch.int32))
+        return octets.view(len(payload), self.block).mul_(scale)
+
+
+@lru_cache(maxsize=8)
+def sign_table(device: torch.device) -> Tensor:
+    """``[256, 8]`` float32: the bits of each byte, lowest first, as +1 and -1."""
+    bits = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1
+    return (2.0 * bits - 1.0).to(device)
 
 
 @lru_cache(maxsize=8)

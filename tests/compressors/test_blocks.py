@@ -80,7 +80,7 @@ def test_onebit_is_eight_signs_a_byte() -> None:
         assert scale_of(payload) == pytest.approx(scale)
         bits = [0] * 4
         for position, value in enumerate(row):
-            bits[position % 4] |= (value >= 0) << (position // 4)
+            bits[position // 8] |= (value >= 0) << (position % 8)
         assert payload[4:] == bits
         assert back == pytest.approx([scale if value >= 0 else -scale for value in row])
 
