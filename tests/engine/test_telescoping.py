@@ -52,9 +52,7 @@ def test_sums_telescope(workers: Workers, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("fp8", {}),
         ("int8", {"stochastic": True}),
-        ("int4", {"hadamard": True}),
         ("onebit", {}),
         ("topk", {"density": 0.1}),
     ],

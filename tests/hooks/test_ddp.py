@@ -54,6 +54,12 @@ def test_ranks_hold_the_same_bits_after_every_step(workers: Workers, name: str, 
     workers.run(ranks_stay_equal, world, name=name, options={}, dtype=torch.float32, ddp={})
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["int8", "int4", "powersgd", "fp16"])
+def test_ranks_stay_equal_in_other_dtypes(workers: Workers, name: str, dtype: torch.dtype) -> None:
+    workers.run(ranks_stay_equal, 2, name=name, options={}, dtype=dtype, ddp={})
+
+
 @pytest.mark.parametrize(
     "ddp", [{"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}]
 )
