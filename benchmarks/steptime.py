@@ -28,6 +28,7 @@ from torch import Tensor
 from benchmarks import results
 from benchmarks.netlab import NetLabError, open_lab
 from benchmarks.variants import TIMEOUT, WARM_UP, Variant
+from lightning_commopt import CommOptDDPStrategy
 from recipes.gpt.train import GPT, SIZES, batches, load_text, next_token_loss
 
 REFERENCES = ("nocomm", "ddp")  # always measured: the limit, and what a user has today
@@ -40,11 +41,11 @@ DEFAULT = [
 class Subject:
     """A model that is trained one way, and what was measured on it."""
 
-    def __init__(self, variant: Variant, model: str) -> None:
+    def __init__(self, variant: Variant, model: str, bucket_cap_mb: float) -> None:
         torch.manual_seed(0)
         self.variant = variant
         self.model = GPT(SIZES[model])
-        self.wrapped = variant.wrap(self.model)
+        self.wrapped = variant.wrap(self.model, bucket_cap_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.rounds: list[list[float]] = []  # seconds of each step, those of the slower rank
         self.steps = 0
@@ -120,7 +121,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     train, _ = load_text()
     stream = batches(train, SIZES[args.model].block_size, args.batch_size, rank=rank)
-    subjects = [Subject(variant, args.model) for variant in args.variants]
+    subjects = [Subject(variant, args.model, args.bucket_cap_mb) for variant in args.variants]
     with Progress(console=Console(stderr=True), disable=rank != 0, auto_refresh=False) as progress:
         task = progress.add_task("warm-up", total=len(subjects) * (1 + args.rounds))
         for subject in subjects:
@@ -142,6 +143,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "hosts": world,
         "model": args.model,
         "parameters": sum(parameter.numel() for parameter in references[0].model.parameters()),
+        "bucket cap": f"{args.bucket_cap_mb:g} MB, one bucket for torch:powersgd",
         "batch": f"{args.batch_size} x {SIZES[args.model].block_size} tokens a rank",
         "rounds": args.rounds,
         "steps a round": args.steps,
@@ -190,6 +192,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variants", type=Variant.parse, nargs="+", default=default, help="beside nocomm and ddp")
     parser.add_argument("--model", choices=SIZES, default="small")
     parser.add_argument("--batch-size", type=int, default=5, help="windows of text a rank")
+    parser.add_argument("--bucket-cap-mb", type=float, default=CommOptDDPStrategy.bucket_cap_mb, help="of every DDP")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each variant in a round")
     parser.add_argument("--json", type=Path, help="where to write the result")

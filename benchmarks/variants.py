@@ -82,18 +82,22 @@ class Variant:
         except commopt.ConfigError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    def wrap(self, model: nn.Module) -> Wrapped:
-        """The model under DDP, with the hook of this variant; for variants other than nocomm, ranks start out equal."""
+    def wrap(self, model: nn.Module, bucket_cap_mb: float | None = None) -> Wrapped:
+        """The model under DDP, with the hook of this variant; for variants other than nocomm, ranks start out equal.
+
+        ``bucket_cap_mb`` is DDP's; None is torch's default.
+        """
         if (config := self.config) is not None:
             keywords = {"error_feedback": config.error_feedback, "timeout": config.timeout, **config.options}
-            return Wrapped(ddp := DDP(model), commopt.attach(ddp, config.compressor, **keywords))
+            ddp = DDP(model, bucket_cap_mb=bucket_cap_mb)
+            return Wrapped(ddp, commopt.attach(ddp, config.compressor, **keywords))
         if self.spec in ("ddp", "nocomm"):
-            return Wrapped(DDP(model), communicates=self.spec == "ddp")
-        state, bucket_mb = None, None
+            return Wrapped(DDP(model, bucket_cap_mb=bucket_cap_mb), communicates=self.spec == "ddp")
+        state = None
         if self.spec == "torch:powersgd":
             state = PowerSGDState(None, matrix_approximation_rank=TORCH_RANK, start_powerSGD_iter=2)
-            bucket_mb = 4096.0  # one bucket: on gloo this hook hangs with more
-        ddp = DDP(model, bucket_cap_mb=bucket_mb)
+            bucket_cap_mb = 4096.0  # one bucket: on gloo this hook hangs with more
+        ddp = DDP(model, bucket_cap_mb=bucket_cap_mb)
         ddp.register_comm_hook(state, _TORCH_HOOKS[self.spec])
         return Wrapped(ddp)
 

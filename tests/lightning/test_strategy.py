@@ -56,7 +56,7 @@ def test_the_bucket_size_is_one_constant_and_the_users_word_counts_more() -> Non
 
     assert Small()._ddp_kwargs["bucket_cap_mb"] == 4
     assert Small(bucket_cap_mb=9)._ddp_kwargs["bucket_cap_mb"] == 9
-    assert CommOptDDPStrategy()._ddp_kwargs["bucket_cap_mb"] is None
+    assert CommOptDDPStrategy()._ddp_kwargs["bucket_cap_mb"] == 3
 
 
 @pytest.mark.parametrize(
