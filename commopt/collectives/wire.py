@@ -19,8 +19,8 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 # A long message fills the sender's queue, and behind it wait the acknowledgements of what comes the other way: on a
 # slow link the two directions then take turns. Few and small pieces in flight keep both busy. Larger ones lose that,
 # smaller ones cost more calls than they are worth on a fast link (measured from 100 Mbit/s to loopback, 2 and 4 ranks).
-PIECE = 128_000  # bytes
-IN_FLIGHT = 2  # pieces each way
+PIECE = 32_000  # bytes
+IN_FLIGHT = 4  # pieces each way
 
 
 class WireError(ExchangeError):
