@@ -286,16 +286,18 @@ class Engine:
         shape = (layout.rows, layout.block)
         slot = self.residuals.slot(layout) if plan.feedback else None
         x = slot.back if slot else self._scratch.take("x", shape, dtype)
-        torch._foreach_copy_(layout.views(x), bucket.gradients)
-        x.mul_(share)
         stale: dict[str, Tensor] = {}
         if slot:
-            residuals = zip(layout.names, layout.views(x), layout.views(slot.front), strict=True)
-            for name, contribution, residual in residuals:
+            parts = zip(layout.names, layout.views(x), layout.views(slot.front), bucket.gradients, strict=True)
+            for name, contribution, residual, gradient in parts:
                 if name in bucket.idle:
+                    contribution.copy_(gradient).mul_(share)
                     stale[name] = contribution.any()  # DDP sends what an earlier backward left over
                 else:
-                    contribution.add_(residual)
+                    torch.add(residual, gradient, alpha=share, out=contribution)
+        else:
+            torch._foreach_copy_(layout.views(x), bucket.gradients)
+            x.mul_(share)
         layout.zero_padding(x)
 
         out = rows if rows is not None else self._scratch.take("out", shape, dtype)

@@ -125,10 +125,17 @@ def _gather(
     gathered = scratch.take("gathered", (wire.world, *payload.shape), payload.dtype)
     compressor.encode(x, payload, seed + 1 + wire.rank)
     wire.all_gather(gathered, payload)
-    if plan.feedback:
-        compressor.add_decoded(payload, x, seed, -plan.gain)
-    out.zero_()
-    for part in gathered:
+    parts = list(gathered)
+    if plan.feedback and wire.world == 2:
+        # The sum of two has the same bits in either order: what this rank delivers is decoded once for both uses.
+        out.zero_()
+        compressor.add_decoded(parts.pop(wire.rank), out, seed, plan.gain)
+        x.sub_(out)
+    else:
+        if plan.feedback:
+            compressor.add_decoded(payload, x, seed, -plan.gain)
+        out.zero_()
+    for part in parts:
         compressor.add_decoded(part, out, seed, plan.gain)
 
 
