@@ -1,1 +1,1 @@
-"""Compressed gradient exchange for Accelerate."""
+"""The place of the adapter for Accelerate, which is not written yet."""

@@ -1,4 +1,4 @@
-"""The one configuration that every front end builds: keyword arguments, a dictionary, YAML, a launched child."""
+"""The one configuration that every front end builds, from keyword arguments or from plain data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

@@ -185,7 +185,7 @@ class Engine:
                 self._next_plan = self.plan
 
     def skip(self) -> None:
-        """Forgets what the last step staged, for a step that is not taken; say so on all ranks."""
+        """Forgets what the last step staged, for a step that is not taken. Call it on all ranks."""
         self.residuals.discard()
         self._step.warm.clear()
         self._step.taken = False
@@ -203,7 +203,7 @@ class Engine:
 
     def say_once(self, message: str) -> None:
         """Warns, the first time that this is said."""
-        kind = message[:40]
+        kind = message[:40]  # what follows may name a step or a bucket, another one each time
         if kind not in self._said:
             self._said.add(kind)
             warnings.warn(f"rank {self.wire.rank}: {message}", CommOptWarning, stacklevel=2)

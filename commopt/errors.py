@@ -9,7 +9,7 @@ class CommOptError(Exception):
 
 
 class ConfigError(CommOptError, ValueError):
-    """An unknown name or option, or a value out of range; raised before any process group is made."""
+    """An unknown name or option, or a value out of range; raised before anything is sent."""
 
 
 class UnsupportedError(CommOptError, TypeError):

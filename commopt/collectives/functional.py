@@ -66,14 +66,16 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> None:
-    """``output`` becomes this rank's chunk of the mean or sum of ``input`` over ranks, accumulated in float32.
+    """``output`` becomes this rank's chunk of the mean or sum of ``input`` over ranks.
+
+    It is accumulated in float32, or in its own dtype where it travels uncompressed.
 
     Args:
         output: any shape, contiguous.
         input: ``world`` times as many elements, in order of ranks.
 
-    A rank's own contribution to its chunk does not travel and is not compressed. Arguments and errors are otherwise
-    those of `all_reduce`.
+    A rank's own contribution to its chunk does not travel and is not compressed, but for a compressor of several rounds
+    (``powersgd``), which sums all of it. Arguments and errors are otherwise those of `all_reduce`.
     """
     plan, wire = _plan(compressor, options), Wire(group)
     share = _share(op, wire.world, input)
@@ -158,7 +160,7 @@ def _compressible(tensor: Tensor) -> bool:
     kind = "sparse" if tensor.is_sparse else "empty" if tensor.numel() == 0 else str(tensor.dtype)
     if kind not in _said:
         _said.add(kind)
-        warnings.warn(f"{kind} tensors travel uncompressed.", CommOptWarning, stacklevel=3)
+        warnings.warn(f"{kind} tensors travel uncompressed.", CommOptWarning, stacklevel=4)  # behind no_grad's wrapper
     return False
 
 

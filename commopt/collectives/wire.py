@@ -12,9 +12,8 @@ from torch import Tensor
 
 from commopt.errors import ExchangeError
 
-# Renamed in torch 2.13; the old names warn there.
+# Renamed in torch 2.13; the old name warns there.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 # A long message fills the sender's queue, and behind it wait the acknowledgements of what comes the other way: on a
 # slow link the two directions then take turns. Few and small pieces in flight keep both busy. Larger ones lose that,

@@ -17,8 +17,8 @@ from commopt.layout import Layout
 class PowerSGD(RoundsCompressor):
     """One step of subspace iteration a training step, warm-started from the last one; factors are float32.
 
-    A tensor of shape ``[m, ...]`` is seen as an ``[m, k]`` matrix. Tensors whose two factors would not take less than
-    half of their bytes, vectors among them, travel uncompressed beside the first factors.
+    A tensor of shape ``[m, ...]`` is seen as an ``[m, k]`` matrix. Tensors whose two factors would take more than half
+    of their bytes, vectors among them, travel uncompressed beside the first factors.
     """
 
     rank: int = option(4, 1, 1024)

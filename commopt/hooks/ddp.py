@@ -143,7 +143,7 @@ class Handle:
         # A sparse gradient has a bucket of its own and no views.
         gradients = [buffer] if buffer.is_sparse else bucket.gradients()
         last = bucket.is_last()
-        future = self.engine.submit(Bucket(bucket.index(), names, buffer, gradients, frozenset(idle), last))
+        future = self.engine.submit(Bucket(bucket.index(), names, buffer, gradients, idle, last))
         if last:
             self._backwards += 1
             self._unfinished = True
