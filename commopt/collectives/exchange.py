@@ -126,8 +126,9 @@ def _gather(
     compressor.encode(x, payload, seed + 1 + wire.rank)
     wire.all_gather(gathered, payload)
     parts = list(gathered)
-    if plan.feedback and wire.world == 2:
-        # The sum of two has the same bits in either order: what this rank delivers is decoded once for both uses.
+    if plan.feedback and wire.world == 2 and plan.gain == 1.0:
+        # The sum of two has the same bits in either order: what this rank delivers is decoded once for both uses. (Not
+        # with a gain: it is multiplied and added in one rounding, where order matters.)
         out.zero_()
         compressor.add_decoded(parts.pop(wire.rank), out, seed, plan.gain)
         x.sub_(out)

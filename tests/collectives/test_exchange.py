@@ -42,7 +42,7 @@ def by_hand(name: str, world: int) -> float:
         "bf16": ring(world, 2 * 5000),
         "fp8": quantized(world, 20, 4 + 256),
         "int8": quantized(world, 20, 4 + 256),
-        "int4": quantized(world, 79, 4 + 32),
+        "int4": quantized(world, 40, 4 + 64),
         "onebit": quantized(world, 20, 4 + 32),
         "randomk": ring(world, 4 * 50),
         "powersgd": ring(world, 4 * 4 * (50 + 100)),

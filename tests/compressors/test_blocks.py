@@ -37,7 +37,7 @@ def rounded(value: float, scale: float) -> int:
 
 @pytest.mark.parametrize(
     ("name", "row_bytes"),
-    [("none", 4), ("fp16", 2), ("bf16", 2), ("fp8", 260), ("int8", 260), ("int4", 36), ("onebit", 36), ("randomk", 4)],
+    [("none", 4), ("fp16", 2), ("bf16", 2), ("fp8", 260), ("int8", 260), ("int4", 68), ("onebit", 36), ("randomk", 4)],
 )
 def test_bytes_of_a_row(name: str, row_bytes: int) -> None:
     assert made(name).row_bytes == row_bytes
@@ -119,7 +119,7 @@ def test_hadamard_loses_less_of_rows_with_an_outlier() -> None:
     x[:, 5] = 30.0
 
     def lost(hadamard: bool) -> float:
-        compressor = made("int4", hadamard=hadamard)
+        compressor = made("int4", hadamard=hadamard, block=64)
         return float((compressor.decompress(compressor.compress(x, 0), 0) - x).square().sum())
 
     assert lost(True) < 0.5 * lost(False)

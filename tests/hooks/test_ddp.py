@@ -121,7 +121,7 @@ def rows(block: int) -> int:
         ("none", 4 * sum(SIZES)),
         ("bf16", 2 * sum(SIZES)),
         ("int8", 260 * rows(256)),
-        ("int4", 36 * rows(64)),
+        ("int4", 68 * rows(128)),
         ("onebit", 36 * rows(256)),
     ],
 )
