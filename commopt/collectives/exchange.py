@@ -11,6 +11,7 @@ from torch import Tensor
 
 from commopt.collectives.wire import Transfer, Wire
 from commopt.compressors import RoundsCompressor, RowCompressor
+from commopt.errors import UnsupportedError
 from commopt.layout import Layout
 from commopt.plan import Plan
 
@@ -88,7 +89,20 @@ def exchange(
         return
     if isinstance(compressor, RoundsCompressor):
         target = out if plan.feedback else scratch.take("sum", tuple(out.shape), out.dtype)
-        compressor.reduce(x, target, layout, {} if warm is None else warm, seed, wire.all_reduce)
+        sizes = list(compressor.payload_sizes(layout))
+
+        def all_reduce(payload: Tensor) -> Tensor:
+            expected = sizes.pop(0) if sizes else 0
+            if (payload.numel(), payload.dtype) != (expected, torch.float32):
+                raise UnsupportedError(
+                    f"a round of {compressor.name!r} sends {payload.numel()} elements of {payload.dtype}, where "
+                    f"payload_sizes has {expected} of torch.float32."
+                )
+            return wire.all_reduce(payload)
+
+        compressor.reduce(x, target, layout, {} if warm is None else warm, seed, all_reduce)
+        if sizes:
+            raise UnsupportedError(f"{compressor.name!r} ended {len(sizes)} rounds before its payload_sizes did.")
         if target is not out:
             out.copy_(target)
         return

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from commopt.errors import ConfigError
+from commopt.errors import ConfigError, UnsupportedError
 from commopt.layout import Layout
 
 CHUNK = 1 << 17  # elements a codec works on at a time on CPU: its temporaries then stay in the second-level cache
@@ -110,21 +110,37 @@ class RowCompressor(Compressor):
 
     @abstractmethod
     def decompress(self, payload: Tensor, seed: int) -> Tensor:
-        """``[rows, width]`` of ``payload_dtype`` to ``[rows, block]`` float32, without any shrinkage."""
+        """``[rows, width]`` of ``payload_dtype`` to ``[rows, block]`` float32, without any shrinkage.
+
+        ``seed`` is that of `compress` where the compressor is summable, and no other's otherwise: what else is needed
+        to decompress has to be in the payload.
+        """
 
     def accumulate(self, payload: Tensor, out: Tensor, seed: int, alpha: float) -> None:
         """``out += alpha * decompress(payload)``, in place. Sparse compressors touch only what they carry."""
-        out.add_(self.decompress(payload, seed), alpha=alpha)
+        decoded = self.decompress(payload, seed)
+        self._expect("decompress", decoded, out)
+        out.add_(decoded, alpha=alpha)
 
     def encode(self, rows: Tensor, payload: Tensor, seed: int) -> None:
         """Compresses into ``payload``, on CPU chunk by chunk so that temporaries stay small and in cache."""
         for index, (source, target) in enumerate(self._chunks(rows, payload)):
-            target.copy_(self.compress(source, _mix(seed, index)))
+            compressed = self.compress(source, _mix(seed, index))
+            self._expect("compress", compressed, target)
+            target.copy_(compressed)
 
     def add_decoded(self, payload: Tensor, out: Tensor, seed: int, alpha: float = 1.0) -> None:
         """The inverse of `encode`: ``out += alpha * decoded``."""
         for index, (target, source) in enumerate(self._chunks(out, payload)):
             self.accumulate(source, target, _mix(seed, index), alpha)
+
+    def _expect(self, method: str, result: Tensor, like: Tensor) -> None:
+        """Else it would be broadcast or cast to what is expected, without a word."""
+        if result.shape != like.shape or result.dtype != like.dtype:
+            raise UnsupportedError(
+                f"{method} of compressor {self.name!r} must return {list(like.shape)} of {like.dtype}, "
+                f"got {list(result.shape)} of {result.dtype}."
+            )
 
     def _chunks(self, rows: Tensor, payload: Tensor) -> list[tuple[Tensor, Tensor]]:
         assert len(rows) == len(payload), (rows.shape, payload.shape)

@@ -1,6 +1,7 @@
 """What an exchange puts on the wire: the schedule, the counters and formulas written out by hand agree."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from torch import Tensor
 
 from commopt.collectives.exchange import Scratch, exchange, make_layout, transfers
 from commopt.collectives.wire import Transfer, Wire
-from commopt.compressors import available, create
+from commopt.compressors import Contraction, RoundsCompressor, available, create
+from commopt.compressors.contract import Sum
+from commopt.errors import UnsupportedError
+from commopt.layout import Layout
 from commopt.plan import Plan
 from tests.compressors.cases import every_case
 from tests.workers import Workers
@@ -122,3 +126,46 @@ def test_scratch_is_used_again() -> None:
     scratch.take("x", (3,), torch.uint8)
     scratch.take("y", (3,), torch.float32)
     assert scratch.nbytes == 4000 + 3 + 12
+
+
+@dataclass(frozen=True)
+class Careless(RoundsCompressor):
+    """Says that it sends ``says`` vectors of the message's size, and sends ``sends`` elements each."""
+
+    says: ClassVar[int]
+    sends: ClassVar[tuple[int, ...]]
+
+    @property
+    def guarantee(self) -> Contraction:
+        return Contraction(0.0)
+
+    def payload_sizes(self, layout: Layout) -> tuple[int, ...]:
+        return (layout.numel,) * self.says
+
+    def reduce(self, x: Tensor, out: Tensor, layout: Layout, warm: Any, seed: int, all_reduce: Sum) -> None:
+        for numel in self.sends:
+            all_reduce(torch.zeros(numel))
+
+
+def careless(rank: int, world: int, says: int, sends: tuple[int, ...], message: str) -> float:
+    Careless.says, Careless.sends = says, sends
+    plan, wire = Plan(Careless(), feedback=False), Wire(None)
+    layout = make_layout(plan, world, ["a"], [torch.Size([6])])
+    x = torch.zeros(layout.rows, layout.block)
+    with pytest.raises(UnsupportedError, match=message):
+        exchange(plan, x, torch.empty_like(x), layout, wire, Scratch(CPU), seed=0)
+    return wire.bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("says", "sends", "message", "sent"),
+    [
+        (1, (5,), "sends 5 elements of torch.float32, where payload_sizes has 6", 0),
+        (1, (6, 6), "sends 6 elements of torch.float32, where payload_sizes has 0", 6 * 4),
+        (2, (6,), "ended 1 rounds before", 6 * 4),
+    ],
+)
+def test_rounds_keep_to_their_sizes(
+    workers: Workers, says: int, sends: tuple[int, ...], message: str, sent: float
+) -> None:
+    assert workers.run(careless, 2, says=says, sends=sends, message=message) == [sent] * 2

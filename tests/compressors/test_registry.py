@@ -1,10 +1,10 @@
 """Compressors by name, and those of others."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, EntryPoints
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 import commopt
 from commopt.compressors import Contraction, RowCompressor, available, create, option, register, registry
-from commopt.errors import ConfigError
+from commopt.compressors.blocks import Int8
+from commopt.errors import ConfigError, UnsupportedError
 from tests.workers import Workers
 
 
@@ -144,3 +145,38 @@ def test_a_compressor_of_ten_lines_works_everywhere(workers: Workers, world: int
     results = workers.run(use_from_end_to_end, world)
     # Gathered at two ranks, one sign each; at three the sum of two signs and an exact value is compressed once more.
     assert results == [[2.0, -2.0, 0.0, 2.0] if world == 2 else [1.0, -1.0, 0.0, 1.0]] * world
+
+
+@dataclass(frozen=True)
+class Sloppy(Int8):
+    """Returns something else than it declares."""
+
+    method: ClassVar[str]
+    change: ClassVar[Callable[[Tensor], Tensor]]
+
+    def compress(self, rows: Tensor, seed: int) -> Tensor:
+        payload = super().compress(rows, seed)
+        return Sloppy.change(payload) if Sloppy.method == "compress" else payload
+
+    def decompress(self, payload: Tensor, seed: int) -> Tensor:
+        rows = super().decompress(payload, seed)
+        return Sloppy.change(rows) if Sloppy.method == "decompress" else rows
+
+
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [
+        ("compress", lambda payload: payload[:1]),
+        ("compress", lambda payload: payload[:, :1]),
+        ("compress", lambda payload: payload.float()),
+        ("decompress", lambda rows: rows[:, :1]),
+        ("decompress", lambda rows: rows.double()),
+    ],
+)
+def test_what_does_not_fit_is_not_broadcast(method: str, change: Callable[[Tensor], Tensor]) -> None:
+    Sloppy.method, Sloppy.change = method, change
+    codec, rows = Sloppy(), torch.ones(3, Sloppy().block)
+    payload = torch.zeros(3, codec.width, dtype=torch.uint8)
+    act = codec.encode if method == "compress" else lambda out, payload, seed: codec.add_decoded(payload, out, seed)
+    with pytest.raises(UnsupportedError, match=f"{method} of compressor .* must return"):
+        act(rows, payload, 0)
