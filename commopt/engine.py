@@ -79,7 +79,7 @@ class _Step:
 
     number: int
     finite: list[tuple[Bucket, Tensor]] = field(default_factory=list)
-    failure: tuple[Bucket, Exception] | None = None
+    failure: tuple[Bucket, BaseException] | None = None
     failure_text: str = ""
     warm: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Engine:
         self._scale = 1.0
         self._wanted: Plan | None = None
         self._next_plan = plan
-        self._dead: tuple[Bucket, WireError] | None = None
+        self._dead: tuple[Bucket, Exception] | None = None
         self._step = _Step(-1)
         self._stats = Stats()
         self._said: set[str] = set()
@@ -147,8 +147,8 @@ class Engine:
         if self._dead:
             bucket, error = self._dead
             raise ExchangeError(
-                f"rank {self.wire.rank} lost its peers in {_where(bucket)}: {error} Look for the first error on the "
-                "other ranks; training can go on from the last checkpoint."
+                f"rank {self.wire.rank} lost its peers in {_where(bucket)}: {type(error).__name__}: {error} Look for "
+                "the first error on the other ranks; training can go on from the last checkpoint."
             ) from error
         if step.failure_text:
             self.skip()
@@ -232,7 +232,7 @@ class Engine:
             self._reduce(bucket)
             if bucket.last:
                 self._vote()
-        except WireError as error:
+        except Exception as error:  # whatever it is: were it raised here, backward would wait for ever
             self._dead = (bucket, error)
         spent = time.perf_counter() - start - (self.wire.seconds - wire_seconds)
         if bucket.buffer.is_sparse:
@@ -263,7 +263,7 @@ class Engine:
             self._exchange(plan, layout, bucket)
         except WireError:
             raise
-        except Exception as error:
+        except BaseException as error:  # a compressor that ends its process, too: on this thread it would only hang
             self._step.failure = self._step.failure or (bucket, error)
             schedule = transfers(plan, layout, self.wire.world, self._working_dtype(plan, bucket))
             for transfer in schedule[self.wire.finished - finished :]:

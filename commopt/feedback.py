@@ -46,7 +46,8 @@ class Residuals:
             self._slots = {names: other for names, other in self._slots.items() if not set(names) & set(layout.names)}
             slot = self._slots[layout.names] = Slot(layout, self._device)
             for name, view in zip(layout.names, layout.views(slot.front), strict=True):
-                view.copy_(self._final[name])
+                if name in self._final:  # not if it was frozen after DDP had wrapped the model
+                    view.copy_(self._final[name])
                 self._final[name] = view
         return slot
 

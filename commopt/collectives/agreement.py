@@ -31,7 +31,7 @@ def check_agreement(wire: Wire, facts: Mapping[str, str], device: torch.device) 
 
 def share_text(wire: Wire, text: str, device: torch.device, limit: int = 600) -> list[str]:
     """Gathers a line of text from every rank, cut to ``limit`` bytes; empty where a rank has nothing to say."""
-    lines = _gather_bytes(wire, text.encode()[:limit], limit, device)
+    lines = _gather_bytes(wire, text.encode(errors="replace")[:limit], limit, device)
     return [line.rstrip(b"\0").decode(errors="replace") for line in lines]
 
 

@@ -4,7 +4,7 @@ No `from __future__ import annotations` here: torch compares the hook's annotati
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -27,6 +27,9 @@ from commopt.plan import Plan
 
 class GradScaler(Protocol):
     """What we ask of a gradient scaler, such as ``torch.amp.GradScaler``."""
+
+    def is_enabled(self) -> bool:
+        """Whether it scales anything, and skips steps."""
 
     def get_scale(self) -> float:
         """The factor that losses are multiplied by."""
@@ -69,9 +72,10 @@ class Handle:
     ) -> None:
         plan = Plan.from_config(config)
         _check_attachable(model)
-        self._scaler = grad_scaler
-        self._names = {id(p): name for name, p in model.module.named_parameters() if p.requires_grad}
-        self._parameters = [p for p in model.module.parameters() if p.requires_grad]
+        self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        self._names = {id(p): name for name, p in model.module.named_parameters()}
+        trained = _trained(model)
+        self._parameters = list(trained.values())
         self._touched: set[str] = set()
         self._sees_idle = bool(model.find_unused_parameters or model.static_graph)
         self._steps_of_optimizer: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -89,13 +93,9 @@ class Handle:
         assert isinstance(group, dist.ProcessGroup)
         device = self._parameters[0].device
         sparse = _sparse_names(model)
-        shapes = {
-            name: p.shape
-            for name, p in model.module.named_parameters()
-            if p.requires_grad and p.is_floating_point() and name not in sparse
-        }
-        self.engine = Engine(plan, shapes, device, group, grad_scaler.get_scale if grad_scaler else None)
-        check_agreement(self.engine.wire, _facts(plan, model, grad_scaler), device)
+        shapes = {name: _shape(p) for name, p in trained.items() if name not in sparse}
+        self.engine = Engine(plan, shapes, device, group, self._scaler.get_scale if self._scaler else None)
+        check_agreement(self.engine.wire, _facts(plan, trained, self._scaler), device)
 
         self._removals: list[Callable[[], None]] = []
         if self._sees_idle:
@@ -138,10 +138,17 @@ class Handle:
         if self._unfinished:
             self._finish()
         buffer = bucket.buffer()
-        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        parameters = bucket.parameters()
+        names = [self._names[id(parameter)] for parameter in parameters]
         idle = frozenset(names) - self._touched if self._sees_idle else frozenset()
-        # A sparse gradient has a bucket of its own and no views.
-        gradients = [buffer] if buffer.is_sparse else bucket.gradients()
+        if buffer.is_sparse:  # it has a bucket of its own and no views
+            gradients = [buffer]
+        elif parameters[0].is_complex():  # in real numbers, of which DDP's own views show the first half
+            shapes = [_shape(parameter) for parameter in parameters]
+            parts = buffer.split([shape.numel() for shape in shapes])
+            gradients = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        else:
+            gradients = bucket.gradients()
         last = bucket.is_last()
         future = self.engine.submit(Bucket(bucket.index(), names, buffer, gradients, idle, last))
         if last:
@@ -164,9 +171,13 @@ class Handle:
         return self.engine.finish_step()
 
     def _after_backward(self) -> None:
-        if not self._finish() and self._scaler is None:
-            for parameter in self._parameters:
-                parameter.grad = None  # optimizers pass over such parameters, their state included
+        usable = False
+        try:
+            usable = self._finish() or self._scaler is not None
+        finally:
+            if not usable:
+                for parameter in self._parameters:
+                    parameter.grad = None  # optimizers pass over such parameters, their state included
 
     def _before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._unfinished and self._mine(optimizer):
@@ -204,19 +215,29 @@ def _check_attachable(model: DistributedDataParallel) -> None:
         raise AttachError("DDP(mixed_precision=...) takes the place of the communication hook; use autocast instead.")
 
 
+def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters whose gradients DDP exchanges, by name; it can be told to leave some alone."""
+    ignored = model.parameters_to_ignore
+    return {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored}
+
+
+def _shape(parameter: Tensor) -> torch.Size:
+    """A gradient's shape in DDP's bucket, where a complex number is two real ones."""
+    return torch.Size([*parameter.shape, 2]) if parameter.is_complex() else parameter.shape
+
+
 def _sparse_names(model: DistributedDataParallel) -> set[str]:
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     modules = model.module.named_modules()
     return {f"{name}.weight".lstrip(".") for name, m in modules if isinstance(m, kinds) and m.sparse}
 
 
-def _facts(plan: Plan, model: DistributedDataParallel, grad_scaler: GradScaler | None) -> dict[str, str]:
+def _facts(plan: Plan, trained: Mapping[str, torch.nn.Parameter], grad_scaler: GradScaler | None) -> dict[str, str]:
     facts = {
         "compressor": repr(plan.compressor),
         "error feedback": str(plan.feedback),
         "gradient scaler": str(grad_scaler is not None),
     }
-    trained = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
-    for index, (name, p) in enumerate(trained):
+    for index, (name, p) in enumerate(trained.items()):
         facts[f"parameter {index}"] = f"{name} {list(p.shape)} {p.dtype}"
     return facts

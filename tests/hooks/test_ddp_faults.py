@@ -104,11 +104,12 @@ class Fragile(Int8):
     """Raises once, where it is told to."""
 
     calls_left: ClassVar[int] = -1
+    error: ClassVar[BaseException] = ValueError("broken codec")
 
     def compress(self, rows: Tensor, seed: int) -> Tensor:
         Fragile.calls_left -= 1
         if Fragile.calls_left == 0:
-            raise ValueError("broken codec")
+            raise Fragile.error
         return super().compress(rows, seed)
 
 
@@ -147,6 +148,33 @@ def test_a_failure_on_one_rank_is_raised_on_all(workers: Workers, world: int) ->
     assert one.startswith("rank 1 failed in bucket 1 (")
     assert one.endswith("): ValueError: broken codec | The step was not taken on any rank.")
     assert all(messages == [one, two] for messages in others)
+
+
+def go_on_regardless(rank: int, world: int, error: type[BaseException], message: str) -> None:
+    """A loop that catches the error and lets the optimizer step."""
+    register("fragile")(Fragile)
+    model = DDP(MLP(), bucket_cap_mb=SMALL_BUCKETS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    try:
+        with attached(model, "fragile"):
+            train(model, optimizer, rank, range(3))
+            weights = parameters(model)
+            Fragile.error, Fragile.calls_left = error(message), 2 if rank == 1 else -1
+            optimizer.zero_grad()
+            with pytest.raises(ExchangeError, match=f"rank 1 failed in bucket 1 .*: {error.__name__}: "):
+                loss_of(model, rank, 3).backward()
+            optimizer.step()
+            assert equal(parameters(model), weights)
+    finally:
+        Fragile.error = ValueError("broken codec")
+        del registry._registry["fragile"]
+
+
+@pytest.mark.parametrize(("error", "message"), [(ValueError, "no name \udcff"), (SystemExit, "3")])
+def test_a_failed_step_is_not_taken_whatever_was_raised(
+    workers: Workers, error: type[BaseException], message: str
+) -> None:
+    workers.run(go_on_regardless, error=error, message=message)
 
 
 def lose_a_peer(rank: int, world: int) -> None:
@@ -249,6 +277,25 @@ def scaled(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["int4", "topk", "onebit"])
 def test_residuals_follow_a_gradient_scaler(workers: Workers, name: str) -> None:
     workers.run(scaled, 2, name=name)
+
+
+def a_scaler_that_does_nothing(rank: int, world: int) -> None:
+    model = DDP(MLP())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with attached(model, "int8", grad_scaler=scaler):
+        train(model, optimizer, rank, range(2))
+        weights = parameters(model)
+        optimizer.zero_grad()
+        with pytest.warns(CommOptWarning, match="not finite"):
+            scaler.scale(loss_of(model, rank, 2) * (float("nan") if rank == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert equal(parameters(model), weights)
+
+
+def test_a_disabled_gradient_scaler_is_as_none(workers: Workers) -> None:
+    workers.run(a_scaler_that_does_nothing)
 
 
 # The switch

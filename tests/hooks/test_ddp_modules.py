@@ -346,3 +346,78 @@ def subgroup(rank: int, world: int) -> None:
 
 def test_a_model_of_a_subgroup(workers: Workers) -> None:
     workers.run(subgroup, 3)
+
+
+class Waves(nn.Module):
+    """Complex weights beside real ones of two widths, a scalar among them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(11)
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(13, 7, dtype=torch.complex64))
+        self.gain = nn.Parameter(torch.ones(()))
+        self.wide = nn.Parameter(torch.randn(13, 7, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * (x.to(torch.complex64) @ self.phase).abs() + (x.double() @ self.wide).float()
+
+
+def complex_model(rank: int, world: int, name: str, as_view: bool) -> None:
+    plain, ours = DDP(Waves()), DDP(Waves(), gradient_as_bucket_view=as_view)
+    with attached(ours, name) as handle:
+        for step in range(3):
+            for model in (plain, ours):
+                train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(step, step + 1))
+            reals = [torch.view_as_real(p) if p.is_complex() else p for p in ours.parameters()]
+            assert same_on_all_ranks(reals)
+        if name == "none":
+            assert equal(parameters(ours), parameters(plain))
+        else:
+            assert not equal(parameters(ours)[:1], parameters(plain)[:1])  # complex gradients are compressed too
+            assert handle.stats().compression_ratio > 1
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize(("name", "world"), [("none", 2), ("int8", 2), ("int4", 3)])
+def test_complex_parameters_are_pairs_of_real_ones(workers: Workers, name: str, world: int, as_view: bool) -> None:
+    workers.run(complex_model, world, name=name, as_view=as_view)
+
+
+class Uneven(MLP):
+    """A layer that DDP is told to leave alone, of another shape on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.local = nn.Linear(rank + 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in list(self)[:-1]:
+            x = layer(x)
+        return x + 0 * self.local.weight.sum()
+
+
+def ignored_by_ddp(rank: int, world: int) -> None:
+    module = Uneven(rank)
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["local.weight", "local.bias"])
+    model = DDP(module)
+    with attached(model, "int4") as handle:
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(3))
+        assert same_on_all_ranks(p for name, p in module.named_parameters() if "local" not in name)
+        assert not any("local" in name for name in handle.engine.residuals.final())
+
+
+def test_what_ddp_ignores_is_ignored(workers: Workers) -> None:
+    workers.run(ignored_by_ddp)
+
+
+def frozen_late(rank: int, world: int) -> None:
+    model = DDP(MLP(), find_unused_parameters=True)
+    model.module[0].requires_grad_(False)
+    with attached(model, "int4"):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(3))
+        assert same_on_all_ranks(model.parameters())
+        assert equal(parameters(model.module[0]), parameters(MLP()[0]))
+
+
+def test_parameters_frozen_after_the_model_was_wrapped(workers: Workers) -> None:
+    workers.run(frozen_late)
