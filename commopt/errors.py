@@ -28,6 +28,14 @@ class ExchangeError(CommOptError, RuntimeError):
     """A bucket that could not be exchanged; raised on every rank, naming the rank and the bucket where it began."""
 
 
+class CheckpointError(CommOptError, RuntimeError):
+    """State beside a checkpoint that cannot be written or read; nothing of the run was changed."""
+
+
+class DivergenceError(CommOptError, RuntimeError):
+    """Training diverges without compression too, so that compression is not the cause; raised on every rank."""
+
+
 class CommOptWarning(UserWarning):
     """Something was skipped, passed through or reset; said once, with the reason and the remedy."""
 

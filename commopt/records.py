@@ -1,0 +1,69 @@
+"""What is known of a step, and what was done about it: plain values that the engine makes and everybody reads."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Action = Literal["skip", "fall_back", "re_arm", "roll_back", "stop", "note"]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of the exchange, on one rank. Seconds are those of this rank; ``loss``, ``gradient_norm``, ``finite``,
+    ``out_of_memory`` and ``cosine`` are the same on all ranks, bit for bit.
+
+    Args:
+        step: number of the exchange, from 0; it goes back when training is rolled back.
+        plan: name of the compressor that was used, ``"none"`` for none.
+        finite: whether the mean gradient was.
+        out_of_memory: a codec ran out of memory on some rank; the step is not taken.
+        loss: mean over the ranks that told theirs; None where none did.
+        gradient_norm: L2 norm of the mean gradient as delivered, before any clipping, without the loss scale.
+        step_seconds: from the end of the step before to the end of this one.
+        exposed_seconds: what backward waited for after its last gradient was ready.
+        wire_seconds: inside collectives, hidden or not.
+        codec_seconds: compressing, decompressing and feedback, hidden or not.
+        bytes_sent: handed to the collectives, by this rank.
+        bytes_uncompressed: what plain DDP would have handed to a ring all-reduce.
+        samples: what the trainer counts (samples or tokens) on this rank; None where it does not.
+        cosine: between the sums of delivered and of true mean gradients over the window that ends with this step, on a
+            sample of coordinates that all ranks share; None within a window.
+        residual_ratio: norm of this rank's residuals over the norm of its contribution to the mean; None within a window.
+    """
+
+    step: int
+    plan: str
+    finite: bool
+    out_of_memory: bool
+    loss: float | None
+    gradient_norm: float
+    step_seconds: float
+    exposed_seconds: float
+    wire_seconds: float
+    codec_seconds: float
+    bytes_sent: float
+    bytes_uncompressed: float
+    samples: float | None = None
+    cosine: float | None = None
+    residual_ratio: float | None = None
+
+    @property
+    def compute_seconds(self) -> float:
+        """The step without what it waited for."""
+        return max(self.step_seconds - self.exposed_seconds, 0.0)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that was done to a run, and why.
+
+    Args:
+        step: the exchange at whose end it was decided.
+        action: what was done.
+        reason: in words, with the figures that led to it.
+        restored_step: the step that the run went back to, for a roll-back.
+    """
+
+    step: int
+    action: Action
+    reason: str
+    restored_step: int | None = None
