@@ -27,7 +27,7 @@ class StepRecord:
         samples: what the trainer counts (samples or tokens) on this rank; None where it does not.
         cosine: between the sums of delivered and of true mean gradients over the window that ends with this step, on a
             sample of coordinates that all ranks share; None within a window.
-        residual_ratio: norm of this rank's residuals over the norm of its contribution to the mean; None within a window.
+        residual_ratio: norm of this rank's residuals over that of its contribution to the mean; None within a window.
     """
 
     step: int
