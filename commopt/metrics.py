@@ -1,0 +1,72 @@
+"""What the network costs, as a torchmetrics metric that reduces over ranks."""
+
+from dataclasses import astuple, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+
+from commopt.records import StepRecord
+from commopt.summary import Totals
+
+
+class CommunicationMetrics(Metric):
+    """Means of what a step costs, over the steps and ranks that were given. Its one state is a float64 vector of sums,
+    so that a sync is one gather.
+
+    ``compute`` gives scalars, float32, by name, with the meaning that they have in ``Window``: ``ratio``,
+    ``exposed_share``, ``compression_ratio``, ``throughput`` (of all ranks; NaN where nobody counts samples),
+    ``step_seconds``, ``exposed_seconds``, ``wire_seconds``, ``codec_seconds``, ``bytes_sent``.
+
+    Args:
+        kwargs: those of ``torchmetrics.Metric``.
+
+    >>> from commopt.records import StepRecord
+    >>> metrics = CommunicationMetrics()
+    >>> metrics.update(
+    ...     StepRecord(
+    ...         step=0, plan="int8", finite=True, out_of_memory=False, loss=2.5, gradient_norm=1.0,
+    ...         step_seconds=0.5, exposed_seconds=0.125, wire_seconds=0.25, codec_seconds=0.0625,
+    ...         bytes_sent=1e6, bytes_uncompressed=4e6, samples=32.0,
+    ...     )
+    ... )
+    >>> {name: round(value.item(), 3) for name, value in metrics.compute().items() if "seconds" not in name}
+    {'ratio': 0.667, 'exposed_share': 0.25, 'compression_ratio': 4.0, 'throughput': 64.0, 'bytes_sent': 1000000.0}
+    """
+
+    is_differentiable = False
+    full_state_update = False
+
+    sums: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("sums", torch.zeros(len(fields(Totals)), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, record: StepRecord) -> None:
+        """Counts a step of this rank."""
+        step = Totals()
+        step.add(record, self._world())
+        self.sums += torch.tensor(astuple(step), dtype=self.sums.dtype, device=self.sums.device)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Over all steps since the last reset, and over all ranks."""
+        totals = Totals(*self.sums.tolist())
+        steps = totals.steps or 1.0
+        values = {
+            "ratio": totals.ratio,
+            "exposed_share": totals.exposed_share,
+            "compression_ratio": totals.compression_ratio,
+            "throughput": float("nan") if totals.throughput is None else totals.throughput,
+            "step_seconds": totals.step_seconds / steps,
+            "exposed_seconds": totals.exposed_seconds / steps,
+            "wire_seconds": totals.wire_seconds / steps,
+            "codec_seconds": totals.codec_seconds / steps,
+            "bytes_sent": totals.bytes_sent / steps,
+        }
+        return {name: torch.tensor(value, device=self.sums.device) for name, value in values.items()}
+
+    def _world(self) -> int:
+        return dist.get_world_size(self.process_group) if dist.is_available() and dist.is_initialized() else 1
