@@ -183,7 +183,8 @@ class Summary:
         saved = (before - after) * compressed.steps
         text = (
             f"A step took {seconds(before)} uncompressed (mean of {plain.steps:.0f}) and {seconds(after)} compressed "
-            f"(mean of {compressed.steps:.0f}), {before / after:.2f} times as fast. "
+            f"(mean of {compressed.steps:.0f}), {before / after:.2f} times as fast; compressed ones still waited "
+            f"{compressed.exposed_share:.1%} of it. "
         )
         if saved <= 0:
             return text + f"Compression cost {seconds(-saved)} of this run: switch it off here."
@@ -240,15 +241,14 @@ def advice(
 
 def render(summary: Summary) -> RenderableType:
     """The summary for a terminal: time by part for each compressor, bytes, events and advice."""
-    table = Table(title="Communication")
-    table.add_column("compressor")
-    for header in COLUMNS:
-        table.add_column(header, justify="right")
-    for name, totals in summary.plans.items():
-        table.add_row(Text(name), *cells(totals))
-    if len(summary.plans) > 1:
-        table.add_section()
-        table.add_row("all", *cells(summary.total))
+    table = Table("", title="Communication")
+    columns = [(name, cells(totals)) for name, totals in summary.plans.items()]
+    if len(columns) > 1:
+        columns.append(("all", cells(summary.total)))
+    for name, _ in columns:
+        table.add_column(Text(name), justify="right")
+    for label, *row in zip(COLUMNS, *(column for _, column in columns), strict=True):
+        table.add_row(label, *row)
     parts: list[RenderableType] = [table]
     if summary.events:
         last = summary.events[-SHOWN_EVENTS:]
@@ -288,7 +288,7 @@ def cells(totals: Totals) -> list[str]:
 def described(event: Event) -> str:
     """What was done, in words."""
     to = f" to step {event.restored_step}" if event.restored_step is not None else ""
-    return event.action.replace("_", " ") + to
+    return event.action.replace("_", "-") + to
 
 
 def seconds(value: float) -> str:
