@@ -42,7 +42,7 @@ class Run:
         loss.backward()
         self.optimizer.step()
         self.scheduler.step()
-        return loss.item()
+        return float(loss.detach())
 
 
 class Held:
