@@ -3,7 +3,6 @@
 from commopt import compressors
 from commopt.collectives import all_gather, all_reduce, reduce_scatter
 from commopt.config import CommOptConfig
-from commopt.engine import Stats
 from commopt.errors import (
     AttachError,
     CommOptError,
@@ -14,6 +13,7 @@ from commopt.errors import (
     UnsupportedError,
 )
 from commopt.hooks.ddp import Handle, attach
+from commopt.step import Stats
 
 __all__ = [
     "AttachError",

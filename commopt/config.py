@@ -17,6 +17,7 @@ class CommOptConfig:
         error_feedback: keep what compression lost and add it to the next gradient. ``None`` follows the
             compressor's declared guarantee (on where it loses more than 1 % of a gradient's energy).
         timeout: seconds that a rank waits for its peers in one collective.
+        checked: compare a checksum of the mean gradient over ranks in every step, and skip a step where they differ.
 
     Raises:
         ConfigError: a field is of the wrong type or out of range.
@@ -29,6 +30,7 @@ class CommOptConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     error_feedback: bool | None = None
     timeout: float = 1800.0
+    checked: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.compressor, str):
@@ -37,6 +39,8 @@ class CommOptConfig:
             raise ConfigError(f"options must be a mapping of option names to values, got {self.options!r}.")
         if self.error_feedback not in (None, True, False):
             raise ConfigError(f"error_feedback must be true, false or null, got {self.error_feedback!r}.")
+        if not isinstance(self.checked, bool):
+            raise ConfigError(f"checked must be true or false, got {self.checked!r}.")
         if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < float("inf"):
             raise ConfigError(f"timeout must be a positive number of seconds, got {self.timeout!r}.")
 

@@ -9,82 +9,34 @@
 """
 
 import dataclasses
+import math
 import time
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from commopt.ballot import Failure, Result, Wish, decode, encode, fingerprint
+from commopt.bucket import Bucket, put_back, regroup
 from commopt.collectives.agreement import share_text
 from commopt.collectives.exchange import Scratch, exchange, make_layout, transfers
+from commopt.collectives.rollcall import missing_ranks
 from commopt.collectives.wire import Transfer, Wire, WireError
 from commopt.compressors import create
-from commopt.errors import CommOptWarning, ExchangeError
+from commopt.errors import CommOptWarning, ExchangeError, MismatchError
 from commopt.executors import make_executor
 from commopt.feedback import Residuals
+from commopt.fidelity import Fidelity
 from commopt.layout import Layout
 from commopt.plan import Plan
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Gradients that are exchanged as one message.
-
-    Args:
-        index: position in the step, from 0.
-        names: one parameter name a gradient.
-        buffer: all gradients, flat; receives the mean over ranks.
-        gradients: views into ``buffer``, in the parameters' shapes.
-        idle: names of parameters that took no part in this backward; their residuals stay where they are.
-        last: whether this is the last bucket of the step.
-    """
-
-    index: int
-    names: list[str]
-    buffer: Tensor
-    gradients: list[Tensor]
-    idle: frozenset[str]
-    last: bool
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Totals since the start, of this rank.
-
-    ``bytes_sent`` is what was handed to the collectives, ``bytes_uncompressed`` what plain DDP would have handed to a
-    ring all-reduce. On CUDA the seconds are those of enqueueing.
-    """
-
-    steps: int = 0
-    skipped_steps: int = 0
-    bytes_sent: float = 0.0
-    bytes_uncompressed: float = 0.0
-    wire_seconds: float = 0.0
-    codec_seconds: float = 0.0
-
-    @property
-    def compression_ratio(self) -> float:
-        """Uncompressed over sent bytes; 1 before anything was sent."""
-        return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
-
-
-@dataclass
-class _Step:
-    """What is known of the step under way."""
-
-    number: int
-    finite: list[tuple[Bucket, Tensor]] = field(default_factory=list)
-    failure: tuple[Bucket, BaseException] | None = None
-    failure_text: str = ""
-    warm: dict[str, Tensor] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    ended: bool = False
-    taken: bool = False
+from commopt.records import StepRecord
+from commopt.state import check_state
+from commopt.step import Stats, Step, checksum, kind_of, norm
 
 
 class Engine:
@@ -99,6 +51,7 @@ class Engine:
         device: where gradients are.
         group: a process group that nothing else uses.
         loss_scale: gives the factor that gradients are scaled by, where a gradient scaler is in use.
+        checked: compare a checksum of the mean gradient over ranks in every step.
     """
 
     def __init__(
@@ -108,63 +61,81 @@ class Engine:
         device: torch.device,
         group: dist.ProcessGroup,
         loss_scale: Callable[[], float] | None = None,
+        checked: bool = False,
     ) -> None:
         self.wire = Wire(group)
         self.configured = plan
         self.plan = plan
+        self.planned = plan  # what the next step uses where compression is not switched off
         self.residuals = Residuals(shapes if plan.feedback else {}, device)
         self.warm: dict[str, Tensor] = {}
+        self.record: StepRecord | None = None  # of the last finished step
+        self._shapes = dict(shapes)
         self._device = device
+        self._checked = checked
         self._executor = make_executor(device)
         self._scratch = Scratch(device)
         self._layouts: dict[tuple[Plan, tuple[str, ...]], Layout] = {}
+        self._fidelity = Fidelity(sum(shape.numel() for shape in shapes.values()))
         self._loss_scale = loss_scale
         self._scale = 1.0
-        self._wanted: Plan | None = None
-        self._next_plan = plan
+        self._wish = Wish.NONE
+        self._disabled = False
+        self._agreed = plan  # what was planned at the last vote
+        self._owed = False  # whether residuals wait to be delivered
+        self._losses: list[Tensor] = []
+        self._samples: float | None = None
+        self._resumed_layout: list[list[str]] = []
         self._dead: tuple[Bucket, Exception] | None = None
-        self._step = _Step(-1)
+        self._step = Step(-1)
         self._stats = Stats()
+        self._before = self.stats()
+        self._clock = time.perf_counter()
         self._said: set[str] = set()
 
     # The caller's side
 
+    def observe(self, loss: Tensor | float, samples: float | None = None) -> None:
+        """Tells the loss of the backward to come, and how many samples it is the mean of; both only for the record."""
+        value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
+        self._losses.append(value.reshape(-1).float().mean())
+        if samples is not None:
+            self._samples = (self._samples or 0.0) + samples
+
     def submit(self, bucket: Bucket) -> "Future[Tensor]":
         """Exchanges ``bucket`` while backward goes on; the future holds its buffer when the mean is in it."""
-        if bucket.index == 0 or self._step.ended:
-            self._begin_step()
-        return self._executor.submit(lambda: self._job(bucket), bucket.buffer)
+        layout, self._resumed_layout = self._resumed_layout, []
+        if bucket.last and sorted(bucket.names) == sorted(name for names in layout for name in names):
+            parts = regroup(bucket, layout)
+            for part in parts:
+                self._enqueue(part)
+            return self._executor.submit(lambda: put_back(parts, bucket), bucket.buffer)
+        return self._enqueue(bucket)
 
     def finish_step(self) -> bool:
-        """Call when all futures of the step are done. Whether the gradients may be used: False if they are not finite,
-        in which case no residual was touched, on any rank.
+        """Call when all futures of the step are done; `record` is then about it. Whether the gradients may be used:
+        where not, no residual was touched, on any rank.
 
         Raises:
             ExchangeError: a rank failed; raised on every rank, naming that rank and the bucket.
+            MismatchError: ranks are not in the same step, or do not plan the same next one; raised on every rank.
         """
         step = self._step
         step.ended = True
         if self._dead:
-            bucket, error = self._dead
-            raise ExchangeError(
-                f"rank {self.wire.rank} lost its peers in {_where(bucket)}: {type(error).__name__}: {error} Look for "
-                "the first error on the other ranks; training can go on from the last checkpoint."
-            ) from error
-        if step.failure_text:
+            raise self._lost(*self._dead) from self._dead[1]
+        if step.error:
             self.skip()
-            raise ExchangeError(step.failure_text) from (step.failure[1] if step.failure else None)
+            raise step.error from (step.failure[1] if step.failure else None)
         for note in step.notes:
             self.say_once(note)
-        finite = [flag for _, flag in step.finite]
-        if finite and not bool(torch.stack(finite).all()):
+        assert step.result is not None
+        self.record = self._measure(step, step.result)
+        reason = step.unusable(self.plan.compressor.name)
+        if reason:
+            self.say_once(reason)
             self.skip()
             self._stats = dataclasses.replace(self._stats, skipped_steps=self._stats.skipped_steps + 1)
-            where = _where(next(bucket for bucket, flag in step.finite if not flag))
-            self.say_once(
-                f"the mean gradient was not finite after {self.plan.compressor.name!r} in step {step.number}, first in "
-                f"{where}. All ranks skip such steps and keep their residuals. If it happens often: a smaller learning "
-                "rate, or 'bf16' or 'int8' where 'fp16' overflows."
-            )
             return False
         self._stats = dataclasses.replace(self._stats, steps=self._stats.steps + 1)
         step.taken = True
@@ -172,55 +143,183 @@ class Engine:
 
     def settle(self) -> None:
         """Commits what the last finished step staged. The next step does so by itself."""
-        step, self._step = self._step, _Step(self._step.number)
+        step, self._step = self._step, Step(self._step.number, layout=self._step.layout)
         if not step.ended:
             self.residuals.discard()  # backward did not come to its end
+            self._fidelity.discard()
             return
         self.residuals.commit()
+        self._fidelity.commit()
         self.warm.update(step.warm)
-        if step.taken and self.plan.lossless and self.plan.feedback:
-            # The residuals were delivered, and are zero now.
-            delivered, self.plan = self.plan, dataclasses.replace(self.plan, feedback=False)
-            if self._next_plan is delivered:
-                self._next_plan = self.plan
+        if step.taken:
+            self._owed = self.plan.feedback and not self.plan.lossless
 
     def skip(self) -> None:
         """Forgets what the last step staged, for a step that is not taken. Call it on all ranks."""
+        step = self._step
+        if step.taken:
+            totals = self._stats
+            self._stats = dataclasses.replace(totals, steps=totals.steps - 1, skipped_steps=totals.skipped_steps + 1)
+        step.taken = False
+        step.warm.clear()
         self.residuals.discard()
-        self._step.warm.clear()
-        self._step.taken = False
+        self._fidelity.discard()
 
     def request(self, compress: bool) -> None:
         """Switches compression on or off. Any rank may ask; all change in the step after the one that is under way.
 
         The first step without compression delivers what the residuals hold.
         """
-        self._wanted = self.configured if compress else Plan(create("none"), feedback=self.configured.feedback)
+        self._wish = Wish.COMPRESS if compress else Wish.UNCOMPRESSED
+
+    def adopt(self, plan: Plan, at_once: bool = False) -> None:
+        """Plans to exchange by ``plan``, once the vote of the next step has found that all ranks plan the same. Ranks
+        that know of their agreement already may change at once."""
+        self.planned = plan
+        if at_once:
+            self._agreed = plan
+
+    def uncompressed(self) -> Plan:
+        """The plan that compresses nothing."""
+        return Plan(create("none"), feedback=False)
+
+    @property
+    def step(self) -> int:
+        """The number of the last step that began; -1 before the first."""
+        return self._step.number
 
     def stats(self) -> Stats:
         """Totals since the start."""
         return dataclasses.replace(self._stats, bytes_sent=self.wire.bytes_sent, wire_seconds=self.wire.seconds)
 
-    def say_once(self, message: str) -> None:
-        """Warns, the first time that this is said."""
-        kind = message[:40]  # what follows may name a step or a bucket, another one each time
+    def restart_clock(self) -> None:
+        """The time since the last step is not a part of the next one: a validation, a checkpoint."""
+        self._clock = time.perf_counter()
+
+    def say_once(self, message: str, kind: str = "") -> None:
+        """Warns, the first time that something of this kind is said."""
+        kind = kind or message[:40]  # what follows may name a step or a bucket, another one each time
         if kind not in self._said:
             self._said.add(kind)
-            warnings.warn(f"rank {self.wire.rank}: {message}", CommOptWarning, stacklevel=2)
+            self.say(message)
+
+    def say(self, message: str) -> None:
+        """Warns."""
+        warnings.warn(f"rank {self.wire.rank}: {message}", CommOptWarning, stacklevel=2)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on with the same bits, between two steps: tensors and plain values.
+
+        The tensors are the engine's own, not copies.
+        """
+        self.settle()
+        return {
+            "step": self._step.number,
+            "plan": repr(self.configured),
+            "scale": self._scale,
+            "disabled": self._disabled,
+            "owed": self._owed,
+            "layout": self._step.layout,
+            "residuals": self.residuals.final(),
+            "warm": dict(self.warm),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *more: Mapping[str, Any]) -> None:
+        """Goes on from where `state_dict` was taken.
+
+        Args:
+            state: of this rank.
+            more: of other ranks of a larger world, whose residuals this rank takes over: their sum is what counts.
+
+        Raises:
+            CheckpointError: it is not a state of this model; nothing was changed.
+        """
+        loaded = check_state(state, self._shapes, more)
+        self.settle()
+        owed = state["owed"]
+        if state["plan"] != repr(self.configured):
+            kept = "kept" if self.configured.feedback else "dropped, for nothing would deliver them"
+            self.say_once(
+                f"the checkpoint was made with {state['plan']}, and training goes on with {self.configured}. Warm "
+                f"starts are dropped, residuals are {kept}."
+            )
+            loaded.warm.clear()
+            if not self.configured.feedback:
+                loaded.residuals.clear()
+                owed = False
+        self.residuals.load(loaded.residuals)
+        self.warm = {name: tensor.to(self._device, copy=True) for name, tensor in loaded.warm.items()}
+        self._step = Step(state["step"], layout=state["layout"])
+        self._resumed_layout = state["layout"]
+        self._scale, self._disabled, self._owed = state["scale"], state["disabled"], owed
+        self._wish = Wish.NONE
+        self._losses, self._samples = [], None
+        self._fidelity.reset()
+        self.restart_clock()
 
     def close(self) -> None:
         """Waits for what is under way and ends the executor."""
         self._executor.close()
 
+    def _enqueue(self, bucket: Bucket) -> "Future[Tensor]":
+        if bucket.index == 0 or self._step.ended:
+            self._begin_step()
+        self._step.layout.append(bucket.names)
+        if bucket.last:
+            self._step.ready = self._executor.mark()
+        return self._executor.submit(lambda: self._job(bucket), bucket.buffer)
+
     def _begin_step(self) -> None:
         self.settle()
-        self.plan = self._next_plan
-        self._step = _Step(self._step.number + 1)
+        plan = self.uncompressed() if self._disabled else self._agreed
+        if plan.lossless:  # the first such step delivers what residuals hold
+            plan = dataclasses.replace(plan, feedback=self._owed)
+        if plan != self.plan:
+            self._fidelity.reset()
+        self.plan = plan
+        self._step = Step(self._step.number + 1)
         if self._loss_scale is not None:
             scale = self._loss_scale()
             if self._step.number > 0 and scale != self._scale:
                 self.residuals.scale_(scale / self._scale)
             self._scale = scale
+
+    def _measure(self, step: Step, result: Result) -> StepRecord:
+        now, totals, before = time.perf_counter(), self.stats(), self._before
+        seconds, self._clock, self._before = now - self._clock, now, totals
+        samples, self._samples = self._samples, None
+        return StepRecord(
+            step=step.number,
+            plan=self.plan.compressor.name,
+            finite=result.finite,
+            out_of_memory=result.failure is Failure.OUT_OF_MEMORY,
+            corrupt=bool(result.disputed),
+            loss=result.loss,
+            gradient_norm=result.gradient_norm / self._scale,
+            step_seconds=seconds,
+            exposed_seconds=step.exposed,
+            wire_seconds=totals.wire_seconds - before.wire_seconds,
+            codec_seconds=totals.codec_seconds - before.codec_seconds,
+            bytes_sent=totals.bytes_sent - before.bytes_sent,
+            bytes_uncompressed=totals.bytes_uncompressed - before.bytes_uncompressed,
+            samples=samples,
+            cosine=step.cosine,
+            residual_ratio=step.residual_ratio(),
+        )
+
+    def _lost(self, bucket: Bucket, error: Exception) -> ExchangeError:
+        missing = missing_ranks(self.wire.rank, self.wire.group)
+        if missing is None:
+            who = "The store on rank 0 of the job does not answer either: look there first."
+        elif missing:
+            ranks = ", ".join(map(str, missing))
+            who = f"Rank {ranks} did not answer: ended, or stalled. Look there first."
+        else:
+            who = "All ranks answer: one was late, or met an error of its own. Look for the first error on the others."
+        return ExchangeError(
+            f"rank {self.wire.rank} lost its peers in {bucket}: {type(error).__name__}: {error} {who} Training can go "
+            "on from the last checkpoint."
+        )
 
     # The executor's side
 
@@ -232,6 +331,7 @@ class Engine:
             self._reduce(bucket)
             if bucket.last:
                 self._vote()
+                self._step.exposed = self._executor.seconds_since(self._step.ready)
         except Exception as error:  # whatever it is: were it raised here, backward would wait for ever
             self._dead = (bucket, error)
         spent = time.perf_counter() - start - (self.wire.seconds - wire_seconds)
@@ -252,14 +352,16 @@ class Engine:
         if bucket.buffer.is_sparse or not bucket.buffer.is_floating_point():
             self._pass_through(bucket)
             return
-        plan = self.plan
+        plan, lossy = self.plan, not self.plan.lossless
         shapes = [gradient.shape for gradient in bucket.gradients]
         layout = self._layouts.get((plan, tuple(bucket.names)))
         if layout is None:
             layout = make_layout(plan, self.wire.world, bucket.names, shapes)
             self._layouts[plan, layout.names] = layout
         finished = self.wire.finished
+        unit = 1.0 / self._scale
         try:
+            contributed = self._fidelity.sample(bucket.names, bucket.buffer) if lossy else None
             self._exchange(plan, layout, bucket)
         except WireError:
             raise
@@ -269,7 +371,16 @@ class Engine:
             for transfer in schedule[self.wire.finished - finished :]:
                 self.wire.blank(transfer, self._device)
         else:
-            self._step.finite.append((bucket, _all_finite(bucket.buffer)))
+            self._deliver(bucket)
+            if contributed is not None:
+                delivered = self._fidelity.sample(bucket.names, bucket.buffer)
+                share = unit / self.wire.world
+                self._fidelity.stage(bucket.names, contributed.mul_(share), delivered.mul_(unit))
+
+    def _deliver(self, bucket: Bucket) -> None:
+        self._step.norms.append((bucket, norm(bucket.buffer)))
+        if self._checked:
+            self._step.checksums.append(checksum(bucket.buffer))
 
     def _exchange(self, plan: Plan, layout: Layout, bucket: Bucket) -> None:
         dtype = self._working_dtype(plan, bucket)
@@ -299,6 +410,7 @@ class Engine:
             torch._foreach_copy_(layout.views(x), bucket.gradients)
             x.mul_(share)
         layout.zero_padding(x)
+        sent = norm(x) if self._step.closes_window else None
 
         out = rows if rows is not None else self._scratch.take("out", shape, dtype)
         exchange(plan, x, out, layout, self.wire, self._scratch, seed, warm)
@@ -311,57 +423,63 @@ class Engine:
                     # A parameter that is idle here may not be elsewhere: two shots leave a part of their loss with us.
                     staged.masked_fill_(stale[name], 0.0).add_(residual)
             self.residuals.stage(slot)
+            if sent is not None:
+                self._step.squares.append(torch.stack([norm(x), sent]) ** 2)
 
     def _pass_through(self, bucket: Bucket) -> None:
         self._step.notes.append(
             f"{'sparse' if bucket.buffer.is_sparse else bucket.buffer.dtype} gradients travel uncompressed, first in "
-            f"{_where(bucket)}."
+            f"{bucket}."
         )
         world = self.wire.world
         # Plain DDP divides sparse gradients and multiplies dense ones; this gives its bits.
         self.wire.all_reduce(bucket.buffer.div_(world) if bucket.buffer.is_sparse else bucket.buffer.mul_(1.0 / world))
-        self._step.finite.append((bucket, _all_finite(bucket.buffer)))
+        self._deliver(bucket)
 
     def _vote(self) -> None:
-        """The last word of a step: whether a rank failed, and which plan is wanted."""
-        wanted = self._wanted
-        ballot = [
-            self._step.failure is not None,
-            wanted is not None and wanted is not self.configured,
-            wanted is self.configured,
-        ]
-        votes = torch.tensor(ballot, dtype=torch.int64, device=self._device)
-        failed, off, on = self.wire.all_reduce(votes, op=dist.ReduceOp.MAX).tolist()
-        if failed:
-            self._step.failure_text = self._failures()
-        if off or on:
-            # Where ranks ask for different things in one step, uncompressed is the safe one.
-            self._next_plan = Plan(create("none"), feedback=self.configured.feedback) if off else self.configured
-            if self._wanted is wanted:
-                self._wanted = None
+        """The last word of a step, see `commopt.ballot`; what is decided here holds on all ranks from the next step."""
+        step, wish, planned = self._step, self._wish, self.planned
+        losses, self._losses = self._losses, []
+        zero = torch.zeros((), device=self._device)
+        votes = encode(
+            failure=kind_of(step.failure),
+            wish=wish,
+            same=(step.number, fingerprint(repr(planned)), sum(step.checksums, zero.long())),
+            norm=torch.stack([each for _, each in step.norms]).norm() if step.norms else zero,
+            loss=torch.stack([loss.to(self._device) for loss in losses]).mean() if losses else zero + math.nan,
+            rank=self.wire.rank,
+            world=self.wire.world,
+        )
+        result = decode(self.wire.all_reduce(votes, op=dist.ReduceOp.MAX).tolist())
+        step.result = result
+        if result.failure is Failure.ERROR:
+            mine = (
+                f"rank {self.wire.rank} failed in {step.failure[0]}: {_describe(step.failure[1])}"
+                if step.failure
+                else ""
+            )
+            step.error = ExchangeError(f"{self._shared(mine)} | The step was not taken on any rank.")
+        elif set(result.disputed) - {"checksum"}:
+            mine = f"rank {self.wire.rank} is in step {step.number} and plans {planned}"
+            step.error = MismatchError(f"ranks disagree on {' and '.join(result.disputed)}: {self._shared(mine)}.")
+        self._agreed = planned
+        if result.failure is Failure.OUT_OF_MEMORY:
+            self.adopt(self.uncompressed(), at_once=True)
+        if result.wish:
+            self._disabled = result.wish is Wish.UNCOMPRESSED
+            if not self._disabled and self.planned.lossless:
+                self.adopt(self.configured, at_once=True)
+            if self._wish is wish:
+                self._wish = Wish.NONE
+        if step.closes_window and not self.plan.lossless and step.error is None:
+            step.cosine = self._fidelity.cosine(self.wire)
 
-    def _failures(self) -> str:
-        mine = ""
-        if self._step.failure:
-            bucket, error = self._step.failure
-            mine = f"rank {self.wire.rank} failed in {_where(bucket)}: {type(error).__name__}: {error}"
-        lines = [line for line in share_text(self.wire, mine, self._device) if line]
-        return " | ".join(lines) + " | The step was not taken on any rank."
+    def _shared(self, mine: str) -> str:
+        return " | ".join(line for line in share_text(self.wire, mine, self._device) if line)
 
     def _working_dtype(self, plan: Plan, bucket: Bucket) -> torch.dtype:
         return bucket.buffer.dtype if plan.lossless and not plan.feedback else torch.float32
 
 
-def _all_finite(tensor: Tensor) -> Tensor:
-    """A boolean on the tensor's device, without waiting for it."""
-    values = tensor._values() if tensor.is_sparse else tensor
-    values = torch.view_as_real(values) if values.is_complex() else values
-    if values.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    low, high = torch.aminmax(values)
-    return torch.isfinite(low) & torch.isfinite(high)
-
-
-def _where(bucket: Bucket) -> str:
-    more = f" and {len(bucket.names) - 1} more" if len(bucket.names) > 1 else ""
-    return f"bucket {bucket.index} ({bucket.names[0]}{more})"
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

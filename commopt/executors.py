@@ -1,8 +1,9 @@
 """Who runs the exchange of a bucket. Nothing else in the project knows the difference."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,12 @@ class Executor(Protocol):
 
     def submit(self, job: Callable[[], None], tensor: Tensor) -> "Future[Tensor]":
         """Runs ``job``, which fills ``tensor`` and does not raise; the future then holds ``tensor``."""
+
+    def mark(self) -> Any:
+        """This moment, as the device sees it."""
+
+    def seconds_since(self, mark: Any) -> float:
+        """Called in a job: what went by since a mark that the submitter took."""
 
     def close(self) -> None:
         """Waits for all jobs and ends."""
@@ -36,6 +43,12 @@ class ThreadExecutor:
         self._pool.submit(run)
         return future
 
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds_since(self, mark: float) -> float:
+        return time.perf_counter() - mark
+
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
@@ -55,6 +68,16 @@ class StreamExecutor:
             job()
             future.set_result(tensor)
         return future
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds_since(self, mark: torch.cuda.Event) -> float:
+        now = self.mark()
+        now.synchronize()  # the vote, which read its result, has waited for all but this event
+        return float(mark.elapsed_time(now)) / 1e3
 
     def close(self) -> None:
         self._stream.synchronize()

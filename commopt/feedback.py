@@ -71,6 +71,16 @@ class Residuals:
         for residual in self._final.values():
             residual.mul_(factor)
 
+    def load(self, residuals: Mapping[str, Tensor]) -> None:
+        """Goes on from residuals of the same shapes; those that are not given become zero."""
+        for own in self._final.values():
+            own.zero_()
+        for name, residual in residuals.items():
+            if name in self._final:
+                self._final[name].copy_(residual)
+            else:
+                self._final[name] = residual.to(self._device, copy=True)
+
     def final(self) -> dict[str, Tensor]:
         """The committed residuals by parameter name, in each parameter's shape, float32; views, not copies."""
         return dict(self._final)

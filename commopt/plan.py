@@ -9,6 +9,7 @@ from commopt.config import CommOptConfig
 
 Route = Literal["all_reduce", "gather", "two_shot", "rounds"]
 
+RUNGS = ("int4", "int8", "bf16", "none")  # from wild to mild
 GATHER_UP_TO = 0.1  # sparse payloads are gathered while world size x density is at most this
 
 
@@ -25,6 +26,15 @@ class Plan:
         compressor = create(config.compressor, **config.options)
         feedback = compressor.wants_feedback if config.error_feedback is None else config.error_feedback
         return cls(compressor, feedback)
+
+    def milder(self, rungs: int) -> "Plan":
+        """The plan that is ``rungs`` further towards no compression; itself for 0."""
+        if rungs == 0 or self.lossless:
+            return self
+        kept = self.compressor.energy_kept
+        ladder = [compressor for compressor in map(create, RUNGS) if compressor.energy_kept > kept]
+        compressor = ladder[min(rungs, len(ladder)) - 1]
+        return Plan(compressor, compressor.wants_feedback)
 
     @property
     def lossless(self) -> bool:

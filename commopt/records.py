@@ -9,7 +9,8 @@ Action = Literal["skip", "fall_back", "re_arm", "roll_back", "stop", "note"]
 @dataclass(frozen=True)
 class StepRecord:
     """One step of the exchange, on one rank. Seconds are those of this rank; ``loss``, ``gradient_norm``, ``finite``,
-    ``out_of_memory`` and ``cosine`` are the same on all ranks, bit for bit.
+    ``out_of_memory``, ``corrupt`` and
+    ``cosine`` are the same on all ranks, bit for bit.
 
     Args:
         step: number of the exchange, from 0; it goes back when training is rolled back.
@@ -24,6 +25,7 @@ class StepRecord:
         codec_seconds: compressing, decompressing and feedback, hidden or not.
         bytes_sent: handed to the collectives, by this rank.
         bytes_uncompressed: what plain DDP would have handed to a ring all-reduce.
+        corrupt: in checked mode, whether ranks received different mean gradients; the step is not taken.
         samples: what the trainer counts (samples or tokens) on this rank; None where it does not.
         cosine: between the sums of delivered and of true mean gradients over the window that ends with this step, on a
             sample of coordinates that all ranks share; None within a window.
@@ -42,6 +44,7 @@ class StepRecord:
     codec_seconds: float
     bytes_sent: float
     bytes_uncompressed: float
+    corrupt: bool = False
     samples: float | None = None
     cosine: float | None = None
     residual_ratio: float | None = None

@@ -70,6 +70,11 @@ class Compressor(ABC):
         """The declared property, for the options at hand."""
 
     @property
+    def energy_kept(self) -> float:
+        """The part of a gradient's energy that one step is sure to deliver, from 0 to 1."""
+        return self.guarantee.delta if isinstance(self.guarantee, Contraction) else self.shrinkage
+
+    @property
     def wants_feedback(self) -> bool:
         """Error feedback is on by default where over 1 % of the energy is lost, or a variance exceeds the signal."""
         if isinstance(self.guarantee, Contraction):

@@ -18,11 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from commopt.bucket import Bucket
 from commopt.collectives.agreement import check_agreement
 from commopt.config import CommOptConfig
-from commopt.engine import Bucket, Engine, Stats
+from commopt.engine import Engine
 from commopt.errors import AttachError
 from commopt.plan import Plan
+from commopt.records import StepRecord
+from commopt.step import Stats
 
 
 class GradScaler(Protocol):
@@ -41,6 +44,7 @@ def attach(
     *,
     error_feedback: bool | None = None,
     timeout: float = 1800.0,
+    checked: bool = False,
     grad_scaler: GradScaler | None = None,
     **options: Any,
 ) -> "Handle":
@@ -51,6 +55,8 @@ def attach(
         compressor: a registered name, see ``commopt.compressors.available()``.
         error_feedback: keep what compression lost for the next step; ``None`` follows the compressor's guarantee.
         timeout: seconds that a rank waits for its peers in one collective.
+        checked: compare a checksum of the mean gradient over ranks in every step, and skip a step where they differ. It
+            finds what was damaged on its way to some ranks, not what reached all of them alike.
         grad_scaler: the scaler of the training loop, if it has one; residuals then follow its scale, and steps that are
             not finite are left for it to skip.
         options: options of the compressor, such as ``rank=4``.
@@ -60,7 +66,7 @@ def attach(
         AttachError: not a DDP model, or its hook is taken.
         MismatchError: ranks disagree; raised on every rank.
     """
-    config = CommOptConfig(compressor, options, error_feedback, timeout)
+    config = CommOptConfig(compressor, options, error_feedback, timeout, checked)
     return Handle(model, config, grad_scaler)
 
 
@@ -75,7 +81,7 @@ class Handle:
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._names = {id(p): name for name, p in model.module.named_parameters()}
         trained = _trained(model)
-        self._parameters = list(trained.values())
+        self.parameters = list(trained.values())
         self._touched: set[str] = set()
         self._sees_idle = bool(model.find_unused_parameters or model.static_graph)
         self._steps_of_optimizer: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -91,21 +97,37 @@ class Handle:
             ranks, timeout=timedelta(seconds=config.timeout), use_local_synchronization=not self._of_all_ranks
         )
         assert isinstance(group, dist.ProcessGroup)
-        device = self._parameters[0].device
+        self.device = device = self.parameters[0].device
         sparse = _sparse_names(model)
         shapes = {name: _shape(p) for name, p in trained.items() if name not in sparse}
-        self.engine = Engine(plan, shapes, device, group, self._scaler.get_scale if self._scaler else None)
-        check_agreement(self.engine.wire, _facts(plan, trained, self._scaler), device)
-
+        scale = self._scaler.get_scale if self._scaler else None
+        self.engine = Engine(plan, shapes, device, group, scale, config.checked)
+        self.judge: Callable[[StepRecord], bool] | None = None
         self._removals: list[Callable[[], None]] = []
+        try:
+            check_agreement(self.engine.wire, _facts(plan, config, trained, self._scaler), device)
+        except BaseException:
+            self.close()
+            raise
+
         if self._sees_idle:
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 name = self._names[id(parameter)]
                 touch = parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._touched.add(name))
                 self._removals.append(touch.remove)
         self._removals.append(register_optimizer_step_pre_hook(self._before_optimizer_step).remove)
         self._removals.append(register_optimizer_step_post_hook(self._after_optimizer_step).remove)
         model.register_comm_hook(self, _hook)
+
+    def observe(self, loss: Tensor | float, samples: float | None = None) -> None:
+        """Tells the loss of the backward to come, for `Supervisor` and the records. It reaches the other ranks with the
+        vote of the step; nothing waits for it.
+
+        Args:
+            loss: a scalar, not multiplied by a loss scale; of several before one exchange, the mean counts.
+            samples: samples (or tokens) that this backward is of, for the throughput.
+        """
+        self.engine.observe(loss, samples)
 
     def disable(self) -> None:
         """Sends gradients uncompressed, from the same step on all ranks: the one after the next backward, or after the
@@ -167,17 +189,32 @@ class Handle:
             engine.queue_callback(lambda: engine.queue_callback(self._after_backward))
 
     def _finish(self) -> bool:
+        """Whether the step may be taken: so says the exchange, and then the judge."""
         self._unfinished = False
-        return self.engine.finish_step()
+        usable = self.engine.finish_step()
+        record = self.engine.record
+        if self.judge is not None and record is not None and not self.judge(record):
+            if usable:
+                self.engine.skip()
+            return False
+        return usable
 
     def _after_backward(self) -> None:
-        usable = False
+        usable, judged = False, False
         try:
-            usable = self._finish() or self._scaler is not None
+            usable, judged = self._finish(), True
         finally:
             if not usable:
-                for parameter in self._parameters:
-                    parameter.grad = None  # optimizers pass over such parameters, their state included
+                self._leave_out(by_scaler=judged and self._scaler is not None)
+
+    def _leave_out(self, by_scaler: bool) -> None:
+        """Makes optimizers pass over this step, their state included. A scaler insists on seeing a gradient, and passes
+        over one that is not finite."""
+        for parameter in self.parameters:
+            if by_scaler and parameter.grad is not None:
+                parameter.grad.fill_(torch.nan)
+            else:
+                parameter.grad = None
 
     def _before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._unfinished and self._mine(optimizer):
@@ -232,11 +269,14 @@ def _sparse_names(model: DistributedDataParallel) -> set[str]:
     return {f"{name}.weight".lstrip(".") for name, m in modules if isinstance(m, kinds) and m.sparse}
 
 
-def _facts(plan: Plan, trained: Mapping[str, torch.nn.Parameter], grad_scaler: GradScaler | None) -> dict[str, str]:
+def _facts(
+    plan: Plan, config: CommOptConfig, trained: Mapping[str, torch.nn.Parameter], grad_scaler: GradScaler | None
+) -> dict[str, str]:
     facts = {
         "compressor": repr(plan.compressor),
         "error feedback": str(plan.feedback),
         "gradient scaler": str(grad_scaler is not None),
+        "checked": str(config.checked),
     }
     for index, (name, p) in enumerate(trained.items()):
         facts[f"parameter {index}"] = f"{name} {list(p.shape)} {p.dtype}"

@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commopt.bucket import Bucket
 from commopt.collectives.wire import Transfer
 from commopt.compressors import Compressor, available, create
 from commopt.compressors.blocks import Int8
 from commopt.compressors.lowrank import PowerSGD
-from commopt.engine import Bucket, Engine, Stats
+from commopt.engine import Engine
 from commopt.errors import CommOptWarning, ExchangeError
 from commopt.plan import Plan
+from commopt.step import Stats
 from tests.engine.steps import Tensors, exchange, gradients, make_engine, same_on_all_ranks, summed
 from tests.workers import Workers
 
@@ -469,7 +471,7 @@ def count(rank: int, world: int) -> Stats:
 def test_stats_add_up(workers: Workers, world: int) -> None:
     rows = [-(-numel // 256) for numel in (3200, 300, 1001)]
     sent = sum(rows) * 36 if world == 2 else 4 / 3 * sum(-(-r // 3) * 3 * 36 for r in rows) if world == 3 else 0.0
-    vote = Transfer("all_reduce", 3, torch.int64).sent(world)
+    vote = Transfer("all_reduce", 9 + world, torch.int64).sent(world)
     for stats in workers.run(count, world):
         assert (stats.steps, stats.skipped_steps) == (5, 0)
         assert stats.bytes_sent == pytest.approx(5 * (sent + vote))
@@ -477,7 +479,7 @@ def test_stats_add_up(workers: Workers, world: int) -> None:
         assert stats.codec_seconds > 0
         assert (stats.wire_seconds > 0) == (world > 1)
         if world > 1:
-            assert stats.compression_ratio == stats.bytes_uncompressed / stats.bytes_sent > 20
+            assert stats.compression_ratio == stats.bytes_uncompressed / stats.bytes_sent > 15
 
 
 def say(rank: int, world: int) -> int:

@@ -1,0 +1,61 @@
+"""What the engine resumes from, checked before anything is changed: it may come from outside."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.errors import CheckpointError
+
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "plan": str,
+    "scale": (int, float),
+    "disabled": bool,
+    "owed": bool,
+    "layout": list,
+    "residuals": dict,
+    "warm": dict,
+}
+
+
+@dataclass
+class LoadedState:
+    """Tensors of a checked state: residuals (those of several ranks summed) and warm starts, by name."""
+
+    residuals: dict[str, Tensor]
+    warm: dict[str, Tensor]
+
+
+def check_state(
+    state: Mapping[str, Any], shapes: Mapping[str, torch.Size], more: Sequence[Mapping[str, Any]] = ()
+) -> LoadedState:
+    """Raises ``CheckpointError`` for anything that is not the state of a model with parameters of these shapes."""
+    for each in (state, *more):
+        for key, kind in KINDS.items():
+            if not isinstance(each.get(key), kind):
+                raise CheckpointError(f"the state of the exchange is not one: {key!r} is missing or of another type.")
+        for name, residual in each["residuals"].items():
+            _check_residual(name, residual, shapes)
+    if not all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in state["layout"]):
+        raise CheckpointError("the state of the exchange is not one: 'layout' does not list parameter names.")
+    if not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in state["warm"].items()):
+        raise CheckpointError("the state of the exchange is not one: 'warm' does not hold tensors by name.")
+    residuals = dict(state["residuals"])
+    for other in more:
+        for name, residual in other["residuals"].items():
+            residuals[name] = residuals[name] + residual if name in residuals else residual
+    return LoadedState(residuals, dict(state["warm"]))
+
+
+def _check_residual(name: object, residual: object, shapes: Mapping[str, torch.Size]) -> None:
+    if name not in shapes:
+        raise CheckpointError(f"the checkpoint holds a residual of {name!r}, which is no parameter of this model.")
+    if not isinstance(residual, Tensor) or residual.dtype != torch.float32 or residual.shape != shapes[str(name)]:
+        raise CheckpointError(
+            f"the residual of {name!r} in the checkpoint is not float32 {list(shapes[str(name)])}: another model's."
+        )
+    if not bool(residual.isfinite().all()):
+        raise CheckpointError(f"the residual of {name!r} in the checkpoint is not finite: use an earlier checkpoint.")

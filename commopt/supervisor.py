@@ -1,0 +1,197 @@
+"""Watches the training of one model and acts on what it sees: it skips steps, switches compression off, rolls back.
+
+    handle.judge --StepRecord--> monitor (means, JSON lines)
+                        '------> guard (a verdict) --> the engine's next plan, or a snapshot
+
+Every rank runs the same supervisor on the same figures, which one vote a step brings to all, so that no decision needs
+a message of its own.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commopt.collectives.agreement import check_agreement
+from commopt.errors import CheckpointError, DivergenceError
+from commopt.guard import Guard, GuardConfig, Verdict
+from commopt.hooks.ddp import Handle
+from commopt.monitor import Monitor, Window
+from commopt.records import Action, Event, StepRecord
+from commopt.snapshot import SnapshotRing, Stateful, fingerprint
+
+
+class Supervisor:
+    """Binds the exchange of a model to a monitor, a guard, and snapshots to go back to. Call everything on all ranks.
+
+        handle = commopt.attach(ddp_model)
+        supervisor = commopt.Supervisor(handle, {"model": ddp_model, "optimizer": optimizer, "random": RandomState()})
+        step = 0
+        while step < steps:
+            loss = loss_of(ddp_model, batch(step))
+            supervisor.observe(loss)
+            loss.backward()
+            optimizer.step()
+            step = supervisor.end_step(step)     # the next one, or an earlier one after a roll-back
+
+    Args:
+        handle: what ``commopt.attach`` returned.
+        states: what a roll-back restores, by name; without any, the guard falls back to uncompressed training instead.
+        guard: thresholds; None only monitors.
+        monitor: None makes one that writes no file.
+        every: steps between two snapshots.
+        keep: most snapshots that are held.
+        memory: most bytes of host memory for snapshots, see ``SnapshotRing``.
+        position: where the training loop begins.
+
+    Raises:
+        ConfigError: an option out of range.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        states: Mapping[str, Stateful],
+        *,
+        guard: GuardConfig | None = None,
+        monitor: Monitor | None = None,
+        every: int = 50,
+        keep: int = 4,
+        memory: int | None = None,
+        position: int = 0,
+    ) -> None:
+        self.handle = handle
+        self.engine = handle.engine
+        self.monitor = monitor or Monitor(rank=self.engine.wire.rank, world=self.engine.wire.world)
+        self.window: Window | None = None  # the latest one
+        self.guard = Guard(guard or GuardConfig())
+        self.ring = SnapshotRing({**states, "exchange": self.engine}, every, keep, memory) if states else None
+        self._positions: dict[int, int] = {}  # of the training loop, by step of the exchange
+        self._verdict: Verdict | None = None  # a roll-back that is due
+        self._seen: StepRecord | None = None
+        self._take(self.engine.step, position)
+        handle.judge = self._judge
+
+    def observe(self, loss: Tensor | float, samples: float | None = None) -> None:
+        """See ``Handle.observe``."""
+        self.handle.observe(loss, samples)
+
+    def end_step(self, position: int) -> int:
+        """Call after the optimizer's step, with the position of the training loop. Takes a snapshot where one is due.
+
+        Returns:
+            the position to go on with: the next one, or the one after the snapshot which was restored.
+
+        Raises:
+            MismatchError: ranks hold different parameters after a roll-back; raised on every rank.
+        """
+        record = self.engine.record
+        if record is None or record is self._seen:  # accumulates: nothing was exchanged
+            return position + 1
+        self._seen = record
+        if self._verdict is not None:
+            return self._roll_back(record, self._verdict)
+        if self.ring is not None and self.ring.due(record.step + 1):
+            self._take(record.step, position + 1)
+        return position + 1
+
+    def validation(self, value: float) -> None:
+        """Tells a validation loss, lower is better. The mean over ranks counts; all ranks call it."""
+        wire = self.engine.wire
+        device = self.handle.device
+        mean = wire.all_reduce(torch.tensor([value], dtype=torch.float64, device=device)).item() / wire.world
+        step = self.engine.step
+        verdict = self.guard.validation(mean, step)
+        self._follow(verdict, step)
+        self.engine.restart_clock()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: what the guard and the monitor know, and the exchange with its tensors."""
+        return {
+            "exchange": self.engine.state_dict(),
+            "guard": self.guard.state_dict(),
+            "monitor": self.monitor.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *more: Mapping[str, Any]) -> None:
+        """Goes on from where `state_dict` was taken; ``more`` as for ``Engine.load_state_dict``.
+
+        Raises:
+            CheckpointError: it is not such a state; nothing of the exchange was changed.
+        """
+        for each in (state, *more):
+            if not {"exchange", "guard", "monitor"} <= each.keys():
+                raise CheckpointError(
+                    "this is no state of a supervisor: it lacks the exchange, the guard or the monitor."
+                )
+        self.guard.load_state_dict(state["guard"])
+        self.monitor.load_state_dict(state["monitor"])
+        self.engine.load_state_dict(state["exchange"], *(each["exchange"] for each in more))
+        self._plan(at_once=True)
+
+    def close(self) -> None:
+        """Ends the watch; the monitor writes its summary."""
+        self.handle.judge = None
+        self.monitor.close()
+
+    def _judge(self, record: StepRecord) -> bool:
+        """Called at the end of each backward; whether the step may be taken."""
+        self.window = self.monitor.add(record) or self.window
+        if record.corrupt:
+            self._note(record.step, "skip", "ranks received different mean gradients")
+            return False
+        verdict = self.guard.step(record, compressed=not self.engine.plan.lossless)
+        return self._follow(verdict, record.step) and record.finite and not record.out_of_memory
+
+    def _follow(self, verdict: Verdict, step: int) -> bool:
+        """Does what the guard says. Whether the step may be taken."""
+        if verdict.action == "pass":
+            return True
+        if verdict.action == "roll_back" and self.ring is not None and self.ring.steps:
+            self._verdict = verdict  # the loop's own state is whole again at the end of its step
+            return False
+        action: Action = "fall_back" if verdict.action == "roll_back" else verdict.action
+        self._note(step, action, verdict.reason)
+        if action == "stop":
+            raise DivergenceError(f"step {step}: {verdict.reason}")
+        self._plan()
+        return action != "skip"
+
+    def _plan(self, at_once: bool = False) -> None:
+        armed = self.guard.mode == "armed"
+        plan = self.engine.configured.milder(self.guard.rung) if armed else self.engine.uncompressed()
+        if plan != self.engine.planned or at_once:
+            self.engine.adopt(plan, at_once)
+
+    def _take(self, step: int, position: int) -> None:
+        if self.ring is not None:
+            self.ring.take(step)
+            self._positions[step] = position
+            self._positions = {known: self._positions[known] for known in self.ring.steps}
+
+    def _roll_back(self, record: StepRecord, verdict: Verdict) -> int:
+        assert self.ring is not None
+        self._verdict = None
+        onset = record.step if verdict.onset is None else verdict.onset
+        before = self.ring.newest_before(onset)
+        step = min(self.ring.steps) if before is None else before
+        age = "" if before is not None else " No snapshot is older than the trouble; this is the oldest."
+        self.ring.restore(step)
+        self.guard.rolled_back(step + 1)
+        self._plan(at_once=True)
+        parameters = f"{fingerprint(self.handle.parameters):016x}"
+        facts = {"step after the roll-back": str(step), "parameters after the roll-back": parameters}
+        check_agreement(self.engine.wire, facts, self.handle.device)
+        self._note(record.step, "roll_back", verdict.reason + age, step)
+        self.engine.restart_clock()
+        return self._positions[step]
+
+    def _note(self, step: int, action: Action, reason: str, restored: int | None = None) -> None:
+        self.monitor.event(Event(step, action, reason, restored))
+        went = f" to step {restored}" if restored is not None else ""
+        said = f"{action.replace('_', ' ')}{went}: {reason} (step {step})"
+        if action == "skip":  # there may be many
+            self.engine.say_once(said, kind=action)
+        else:
+            self.engine.say(said)
