@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from commopt.errors import CheckpointError, CommOptWarning, ConfigError
 from commopt.plain import from_plain, to_plain
@@ -113,7 +113,7 @@ class Monitor:
         self.every = every
         self.run = Run(VERSION, began, world, gpus, threshold, gpu_hour_price, parameters)
         self._path = directory / FILE_NAME if directory is not None and rank == 0 else None
-        self._file: TextIO | None = None
+        self._began = False  # whether the run line stands in the file
         self._state = _State()
 
     def add(self, record: StepRecord) -> Window | None:
@@ -150,13 +150,11 @@ class Monitor:
     def close(self) -> Window | None:
         """Ends the window under way, which it returns, and writes the summary. Steps that follow begin another run."""
         last = self._end_window()
-        if self._file is not None:
+        if self._began:
             summary = self.summary()
             figures = {"plans": summary.plans, "comparison": summary.comparison, "advice": summary.advice}
             self._write("summary", figures)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+            self._began = False
         return last
 
     def state_dict(self) -> dict[str, Any]:
@@ -221,13 +219,17 @@ class Monitor:
         if self._path is None:
             return
         try:
-            if self._file is None:
-                self._file = _open(self._path)
-                self._file.write(_line("run", self.run))
-            self._file.write(_line(kind, values))
-            self._file.flush()
+            text = _line(kind, values)
+            if not self._began:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                text = _line("run", self.run) + text
+            with self._path.open("a+b") as file:  # opened for each line, so that nothing is ever left to flush or close
+                if not self._began and _ends_within_a_line(file):
+                    file.write(b"\n")  # the run before was killed
+                file.write(text.encode())
+            self._began = True
         except OSError as error:
-            path, self._path, self._file = self._path, None, None
+            path, self._path, self._began = self._path, None, False
             warnings.warn(
                 f"{path} cannot be written: {error}. Training goes on and nothing more is written there; totals and "
                 "events are kept.",
@@ -246,18 +248,11 @@ class _Latest:
     residual_ratio: float | None
 
 
-def _open(path: Path) -> TextIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", encoding="utf-8")
-    if file.tell() and not _ends_with_newline(path):
-        file.write("\n")  # the run before was killed within a line
-    return file
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
+def _ends_within_a_line(file: BinaryIO) -> bool:
+    if not file.seek(0, os.SEEK_END):
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read() != b"\n"
 
 
 def _line(kind: str, values: Any) -> str:

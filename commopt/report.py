@@ -365,12 +365,12 @@ def _mark_events(figure: Figure, axes: Sequence[Axes], events: Sequence[Event]) 
             continue
         marker = SMALL_EVENTS.get(action)
         for axis in axes:
+            across = axis.get_xaxis_transform()  # steps to the right, the height of the panel as 1
             if marker:
-                heights, bottom = [0.0] * len(steps), axis.get_xaxis_transform()
-                axis.plot(steps, heights, marker, color=colour, markersize=5, transform=bottom, clip_on=False)
+                heights = [0.0] * len(steps)
+                axis.plot(steps, heights, marker, color=colour, markersize=5, transform=across, clip_on=False)
             else:
-                for step in steps:
-                    axis.axvline(step, color=colour, linewidth=1, linestyle=DASHED, zorder=1)
+                axis.vlines(steps, 0, 1, colors=colour, linewidth=1, linestyles=DASHED, transform=across, zorder=1)
         label = f"{action.replace('_', '-')} ({len(steps)})"
         handles.append(Line2D([], [], color=colour, label=label, marker=marker, linestyle="" if marker else DASHED))
     if handles:
