@@ -6,8 +6,8 @@ A file holds one tree: its tensors, and all else as JSON in the metadata. Nothin
 checkpoint carries ``reference(save_id)`` alone. On every rank, for a path that may hold an earlier checkpoint:
 
     save_id = save_together(path, tree, group)     # returns when the sidecars of all ranks are on disk
-    ...                                            # the trainer writes ``path``, naming save_id
-    prune(path, keep=save_id)                      # the sidecars of the checkpoint that was overwritten
+    ...                                            # one rank writes ``path``, naming save_id
+    prune(path, keep=save_id)                      # that rank, then: the sidecars of what was overwritten
 
 Wherever this is killed, the checkpoint at ``path`` finds the sidecars that it names.
 """
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -50,8 +49,9 @@ class Sidecar:
 
     Args:
         tree: what this rank goes on from; after a change of the world size, what an old rank had.
-        parts: the trees whose residuals add up to those of this rank. Over all ranks, each tree that was saved is in
-            exactly one ``parts``; it is empty where there are more ranks than were saved.
+        parts: the trees whose residuals add up to those of this rank: over all ranks, each tree that was saved is in
+            exactly one ``parts``. Empty where there are more ranks than were saved: this rank owes nothing then, whatever
+            ``tree`` says. Residuals are in units of the mean gradient, so that no sum needs to be rescaled.
         world: the number of ranks that saved.
     """
 
@@ -139,8 +139,8 @@ def load(checkpoint: PathLike, save_id: str, *, rank: int, world: int) -> Sideca
 
 
 def prune(checkpoint: PathLike, keep: str) -> None:
-    """Removes the sidecars of earlier checkpoints at the same path. Call it when the trainer's file is in place, on one
-    rank or on all; what cannot be removed stays."""
+    """Removes the sidecars of earlier checkpoints at the same path. Call it on the rank that wrote the trainer's file,
+    when that is in place, or on all after a barrier behind it. What cannot be removed stays."""
     folder = _folder(checkpoint)
     if folder.is_symlink() or not folder.is_dir():
         return
@@ -152,23 +152,6 @@ def prune(checkpoint: PathLike, keep: str) -> None:
 def remove(checkpoint: PathLike) -> None:
     """Removes all sidecars of a checkpoint that was removed. Call it on one rank or on all."""
     shutil.rmtree(_folder(checkpoint), ignore_errors=True)
-
-
-def sum_residuals(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The sum by name, in the order of ``parts``. Residuals are in units of the mean gradient, so that it is their sum
-    over ranks that is still owed, whatever the number of ranks.
-
-    Raises:
-        CheckpointError: names, shapes or dtypes differ.
-    """
-    totals = {name: tensor.clone() for name, tensor in parts[0].items()} if parts else {}
-    for part in parts[1:]:
-        if _kinds(part) != _kinds(totals):
-            names = sorted(name for name, _, _ in _kinds(part) ^ _kinds(totals))
-            raise CheckpointError(f"the ranks that saved differ in residuals: look at {names[0]!r}.")
-        for name, total in totals.items():
-            total += part[name]
-    return totals
 
 
 def save_together(checkpoint: PathLike, tree: Tree, group: dist.ProcessGroup | None, *, seconds: float = 60.0) -> str:
@@ -264,10 +247,6 @@ def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
             apart[index] = tensor.clone()
         end = max(end, tensor.data_ptr() + tensor.nbytes)
     return apart
-
-
-def _kinds(part: Mapping[str, Tensor]) -> set[tuple[str, torch.Size, torch.dtype]]:
-    return {(name, tensor.shape, tensor.dtype) for name, tensor in part.items()}
 
 
 def _file(rank: int, world: int) -> str:

@@ -32,7 +32,7 @@ class Stateful(Protocol):
         """The state; it may share memory with this object."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Takes over a state that ``state_dict`` gave; it may keep references to it."""
+        """Takes over a state that ``state_dict`` gave, with its tensors on the CPU; it may keep references to it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class SnapshotRing:
     """The last few states of a run, copied to host memory; the oldest gives way to the newest.
 
     Dense tensors are copied to buffers in host memory, and only they are counted; all else is copied as
-    ``copy.deepcopy`` does. Nothing here is collective: call it at the same steps on all ranks.
+    ``copy.deepcopy`` does. Nothing here is collective: call it at the same steps on all ranks, and give all of them the
+    same ``memory``, so that all hold the same steps.
 
     Args:
         states: what to save and restore, by name; restored in this order.
@@ -71,7 +72,7 @@ class SnapshotRing:
                 raise ConfigError(f"{name} = {value} of the snapshot ring: it must be at least {least}.")
         self.every = every
         self.keep = keep
-        self.memory = _share_of_memory() if memory is None else memory
+        self.memory = share_of_memory() if memory is None else memory
         self._states = dict(states)
         self._ring: deque[_Snapshot] = deque()
         self._fitting = keep  # as far as the user knows
@@ -170,6 +171,14 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
     return int.from_bytes(digest(tensors)[:8], "big") >> 1
 
 
+def share_of_memory() -> int:
+    """A quarter of the host memory that is available, for each rank of this host its part."""
+    available = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # absent outside of containers; "max" where there is no limit
+        available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return int(available) // 4 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def _set_generators(state: Any) -> None:
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
@@ -182,14 +191,6 @@ def _set_generators(state: Any) -> None:
         if not (0 <= position <= len(key) == 624):
             raise ValueError("NumPy's position lies outside its key")  # NumPy would read there
         numpy.random.set_state((name, key, position, *rest))
-
-
-def _share_of_memory() -> int:
-    """A quarter of the host memory that is available, for each rank of this host its part."""
-    available = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # absent outside of containers; "max" where there is no limit
-        available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return int(available) // 4 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _dense(tree: Any) -> Iterator[Tensor]:

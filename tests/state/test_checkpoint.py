@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commopt.checkpoint import load, prune, reference, remove, save, save_id_of, sum_residuals
+from commopt.checkpoint import load, prune, reference, remove, save, save_id_of
 from commopt.errors import CheckpointError
 from commopt.snapshot import RandomState
 from commopt.trees import digest
@@ -211,21 +211,6 @@ def test_a_name_that_promises_many_ranks_costs_nothing(checkpoint: Path) -> None
     file(checkpoint, 0, 10**20).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"rank 1, 2, 3, 4, 5, 6, 7, 8 \.\.\. of 1000"):
         load(checkpoint, ID, rank=0, world=2)
-
-
-def test_residuals_add_up() -> None:
-    parts = [{"a": torch.full((2,), float(rank)), "b": torch.ones(1)} for rank in range(3)]
-    total = sum_residuals(parts)
-    assert total["a"].tolist() == [3.0, 3.0]
-    assert total["b"].tolist() == [3.0]
-    assert parts[0]["a"].tolist() == [0.0, 0.0]
-    assert sum_residuals([]) == {}
-
-
-@pytest.mark.parametrize("other", [{}, {"a": torch.ones(3)}, {"a": torch.ones(2).double()}, {"b": torch.ones(2)}])
-def test_residuals_that_do_not_fit_are_refused(other: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(CheckpointError, match="differ in residuals"):
-        sum_residuals([{"a": torch.ones(2)}, other])
 
 
 # Files that are not what they should be
