@@ -50,8 +50,8 @@ class Sidecar:
     Args:
         tree: what this rank goes on from; after a change of the world size, what an old rank had.
         parts: the trees whose residuals add up to those of this rank: over all ranks, each tree that was saved is in
-            exactly one ``parts``. Empty where there are more ranks than were saved: this rank owes nothing then, whatever
-            ``tree`` says. Residuals are in units of the mean gradient, so that no sum needs to be rescaled.
+            exactly one ``parts``. Residuals are in units of the mean gradient, so that no sum needs to be rescaled.
+            Empty where there are more ranks than were saved: this rank owes nothing then, and ``tree`` lends the rest.
         world: the number of ranks that saved.
     """
 
