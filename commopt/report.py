@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -40,7 +41,8 @@ EVENT_COLOURS = {
 }
 SMALL_EVENTS: Mapping[str, str] = {"skip": "^", "note": "."}  # there may be many: a mark each, not a line
 DASHED = (0, (3, 2))
-FEW = 40  # windows up to which each one gets a dot
+FEW, MANY = 40, 400  # windows up to which each one gets a dot, and from which on a line through them all is a blot
+HUGE = 1e100  # axes cannot hold more
 
 STYLE: Any = {
     "figure.constrained_layout.w_pad": 0.12,
@@ -321,7 +323,11 @@ def _draw_panel(
     for label, colour, value in lines:
         for stretch in superseded:
             axis.plot(*_points(stretch, value), color=colour, alpha=0.35, linewidth=1)
-        axis.plot(*_points(kept, value), color=colour, label=label, marker="." if len(kept) <= FEW else None)
+        steps, values = _points(kept, value)
+        if len(kept) > MANY:
+            axis.plot(steps, values, color=colour, alpha=0.35, linewidth=0.5)
+            steps, values = _thinned(steps, values)
+        axis.plot(steps, values, color=colour, label=label, marker="." if len(kept) <= FEW else None)
     axis.set_title(title, pad=8 if len(lines) == 1 else 20)
     axis.yaxis.set_major_formatter(formatter)
     axis.tick_params(length=0)
@@ -336,7 +342,15 @@ def _draw_panel(
 
 def _points(windows: Sequence[Window], value: Callable[[Window], float | None]) -> tuple[list[int], list[float]]:
     values = (value(window) for window in windows)
-    return [window.step for window in windows], [math.nan if y is None else y for y in values]
+    return [window.step for window in windows], [math.nan if y is None or abs(y) > HUGE else y for y in values]
+
+
+def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Means of what is finite among neighbours; less than ``MANY`` of them."""
+    count = 2 * len(steps) // MANY + 1
+    chunks = [range(start, min(start + count, len(steps))) for start in range(0, len(steps), count)]
+    known = [[values[index] for index in chunk if math.isfinite(values[index])] for chunk in chunks]
+    return [steps[chunk[len(chunk) // 2]] for chunk in chunks], [fmean(part) if part else math.nan for part in known]
 
 
 def _split(windows: Sequence[Window]) -> tuple[list[Window], list[list[Window]]]:

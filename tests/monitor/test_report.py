@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from commopt.monitor import FILE_NAME, Monitor
 from commopt.records import Event
-from commopt.report import FEW, ReportError, _split, draw, read, write
+from commopt.report import FEW, MANY, ReportError, _split, _thinned, draw, read, write
 from tests.monitor.pages import Page
 from tests.monitor.runs import COMPRESSED, PLAIN, eventful, steps
 
@@ -147,6 +147,16 @@ def test_steps_that_were_done_again_are_told_apart(tmp_path: Path) -> None:
     assert _split([]) == ([], [])
 
 
+@pytest.mark.parametrize("count", [MANY + 1, 10 * MANY + 3])
+def test_means_of_neighbours_pass_over_what_is_not_a_number(count: int) -> None:
+    values = [math.nan if index % 3 else 2.0 for index in range(count)]
+    steps_, means = _thinned(range(count), values)
+    assert len(steps_) == len(means) <= MANY
+    assert steps_ == sorted(set(steps_))
+    assert {mean for mean in means if math.isfinite(mean)} == {2.0}
+    assert math.isnan(_thinned(range(count), [math.inf] * count)[1][0])
+
+
 def test_the_page_needs_nothing_else_and_runs_nothing(tmp_path: Path) -> None:
     eventful(tmp_path)
     write(read(tmp_path), tmp_path / "page.html")
@@ -173,6 +183,17 @@ def test_the_picture_is_the_figure(run: Path) -> None:
     assert pixels.shape == (1800, 1650, 4)
     assert (pixels[0, 0] == 1).all()
     assert pixels.std() > 0.05
+
+
+@pytest.mark.parametrize("value", ["1e400", "1e308", "-1e308", "1e-320", "-1"])
+def test_absurd_figures_are_drawn_without_a_crash(run: Path, value: str) -> None:
+    path = run / FILE_NAME
+    text = re.sub(
+        r'("(?:loss|step_seconds|bytes_sent|ratio|exposed_share)"): [0-9.e-]+', rf"\1: {value}", path.read_text()
+    )
+    path.write_text(text.replace('"step": 19', f'"step": {2**53}').replace('"step": 24', f'"step": -{2**53}'))
+    assert value in path.read_text()
+    write(read(run), run / "page.html", run / "picture.png")
 
 
 @pytest.mark.parametrize("content", ["nothing", "an event", "one window", "no number"])
