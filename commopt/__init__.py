@@ -5,26 +5,38 @@ from commopt.collectives import all_gather, all_reduce, reduce_scatter
 from commopt.config import CommOptConfig
 from commopt.errors import (
     AttachError,
+    CheckpointError,
     CommOptError,
     CommOptWarning,
     ConfigError,
+    DivergenceError,
     ExchangeError,
     MismatchError,
     UnsupportedError,
 )
+from commopt.guard import GuardConfig
 from commopt.hooks.ddp import Handle, attach
+from commopt.monitor import Monitor
+from commopt.snapshot import RandomState
 from commopt.step import Stats
+from commopt.supervisor import Supervisor
 
 __all__ = [
     "AttachError",
+    "CheckpointError",
     "CommOptConfig",
     "CommOptError",
     "CommOptWarning",
     "ConfigError",
+    "DivergenceError",
     "ExchangeError",
+    "GuardConfig",
     "Handle",
     "MismatchError",
+    "Monitor",
+    "RandomState",
     "Stats",
+    "Supervisor",
     "UnsupportedError",
     "all_gather",
     "all_reduce",

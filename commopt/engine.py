@@ -13,7 +13,7 @@ import math
 import time
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -224,17 +224,18 @@ class Engine:
             "warm": dict(self.warm),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *more: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Goes on from where `state_dict` was taken.
 
         Args:
             state: of this rank.
-            more: of other ranks of a larger world, whose residuals this rank takes over: their sum is what counts.
+            parts: states whose residuals this rank takes over, where the number of ranks has changed. Residuals are in
+                units of the mean gradient, so that their sum over all ranks is what has to stay.
 
         Raises:
             CheckpointError: it is not a state of this model; nothing was changed.
         """
-        loaded = check_state(state, self._shapes, more)
+        loaded = check_state(state, [state] if parts is None else parts, self._shapes)
         self.settle()
         owed = state["owed"]
         if state["plan"] != repr(self.configured):

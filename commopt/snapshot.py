@@ -124,6 +124,10 @@ class SnapshotRing:
             state.load_state_dict(copy.deepcopy(snapshot.states[name]))
         self._ring = deque(other for other in self._ring if other.step <= step)
 
+    def clear(self) -> None:
+        """Drops all snapshots."""
+        self._ring.clear()
+
     def _say(self, fitting: int, nbytes: int) -> None:
         if fitting >= self._fitting:
             return

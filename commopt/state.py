@@ -23,17 +23,21 @@ KINDS: dict[str, type | tuple[type, ...]] = {
 
 @dataclass
 class LoadedState:
-    """Tensors of a checked state: residuals (those of several ranks summed) and warm starts, by name."""
+    """Tensors of a checked state, by name."""
 
     residuals: dict[str, Tensor]
     warm: dict[str, Tensor]
 
 
 def check_state(
-    state: Mapping[str, Any], shapes: Mapping[str, torch.Size], more: Sequence[Mapping[str, Any]] = ()
+    state: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], shapes: Mapping[str, torch.Size]
 ) -> LoadedState:
-    """Raises ``CheckpointError`` for anything that is not the state of a model with parameters of these shapes."""
-    for each in (state, *more):
+    """Warm starts of ``state`` and the sum of the residuals of ``parts``.
+
+    Raises:
+        CheckpointError: one is not the state of a model with parameters of these shapes.
+    """
+    for each in (state, *parts):
         for key, kind in KINDS.items():
             if not isinstance(each.get(key), kind):
                 raise CheckpointError(f"the state of the exchange is not one: {key!r} is missing or of another type.")
@@ -43,9 +47,9 @@ def check_state(
         raise CheckpointError("the state of the exchange is not one: 'layout' does not list parameter names.")
     if not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in state["warm"].items()):
         raise CheckpointError("the state of the exchange is not one: 'warm' does not hold tensors by name.")
-    residuals = dict(state["residuals"])
-    for other in more:
-        for name, residual in other["residuals"].items():
+    residuals: dict[str, Tensor] = {}
+    for part in parts:
+        for name, residual in part["residuals"].items():
             residuals[name] = residuals[name] + residual if name in residuals else residual
     return LoadedState(residuals, dict(state["warm"]))
 

@@ -7,10 +7,11 @@ Every rank runs the same supervisor on the same figures, which one vote a step b
 a message of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from commopt.collectives.agreement import check_agreement
@@ -19,7 +20,7 @@ from commopt.guard import Guard, GuardConfig, Verdict
 from commopt.hooks.ddp import Handle
 from commopt.monitor import Monitor, Window
 from commopt.records import Action, Event, StepRecord
-from commopt.snapshot import SnapshotRing, Stateful, fingerprint
+from commopt.snapshot import SnapshotRing, Stateful, fingerprint, share_of_memory
 
 
 class Supervisor:
@@ -66,10 +67,15 @@ class Supervisor:
         self.monitor = monitor or Monitor(rank=self.engine.wire.rank, world=self.engine.wire.world)
         self.window: Window | None = None  # the latest one
         self.guard = Guard(guard or GuardConfig())
-        self.ring = SnapshotRing({**states, "exchange": self.engine}, every, keep, memory) if states else None
+        self.ring: SnapshotRing | None = None
+        if states:
+            # The scarcest host decides: all ranks must hold the same snapshots.
+            limit = int(self._reduced(share_of_memory() if memory is None else memory, dist.ReduceOp.MIN))
+            self.ring = SnapshotRing({**states, "exchange": self.engine}, every, keep, limit)
         self._positions: dict[int, int] = {}  # of the training loop, by step of the exchange
         self._verdict: Verdict | None = None  # a roll-back that is due
         self._seen: StepRecord | None = None
+        self._begin = position
         self._take(self.engine.step, position)
         handle.judge = self._judge
 
@@ -98,9 +104,7 @@ class Supervisor:
 
     def validation(self, value: float) -> None:
         """Tells a validation loss, lower is better. The mean over ranks counts; all ranks call it."""
-        wire = self.engine.wire
-        device = self.handle.device
-        mean = wire.all_reduce(torch.tensor([value], dtype=torch.float64, device=device)).item() / wire.world
+        mean = self._reduced(value, dist.ReduceOp.SUM) / self.engine.wire.world
         step = self.engine.step
         verdict = self.guard.validation(mean, step)
         self._follow(verdict, step)
@@ -114,21 +118,24 @@ class Supervisor:
             "monitor": self.monitor.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *more: Mapping[str, Any]) -> None:
-        """Goes on from where `state_dict` was taken; ``more`` as for ``Engine.load_state_dict``.
+    def load_state_dict(self, state: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Goes on from where `state_dict` was taken; ``parts`` as for ``Engine.load_state_dict``.
 
         Raises:
             CheckpointError: it is not such a state; nothing of the exchange was changed.
         """
-        for each in (state, *more):
-            if not {"exchange", "guard", "monitor"} <= each.keys():
+        for each in (state, *(parts or ())):
+            if not all(isinstance(each.get(key), Mapping) for key in ("exchange", "guard", "monitor")):
                 raise CheckpointError(
-                    "this is no state of a supervisor: it lacks the exchange, the guard or the monitor."
+                    "not the state of a supervisor: the exchange, the guard or the monitor is missing."
                 )
         self.guard.load_state_dict(state["guard"])
         self.monitor.load_state_dict(state["monitor"])
-        self.engine.load_state_dict(state["exchange"], *(each["exchange"] for each in more))
+        self.engine.load_state_dict(state["exchange"], parts and [part["exchange"] for part in parts])
         self._plan(at_once=True)
+        if self.ring is not None:
+            self.ring.clear()
+        self._take(self.engine.step, self._begin)
 
     def close(self) -> None:
         """Ends the watch; the monitor writes its summary."""
@@ -186,6 +193,10 @@ class Supervisor:
         self._note(record.step, "roll_back", verdict.reason + age, step)
         self.engine.restart_clock()
         return self._positions[step]
+
+    def _reduced(self, value: float, op: Any) -> float:
+        tensor = torch.tensor([value], dtype=torch.float64, device=self.handle.device)
+        return self.engine.wire.all_reduce(tensor, op=op).item()
 
     def _note(self, step: int, action: Action, reason: str, restored: int | None = None) -> None:
         self.monitor.event(Event(step, action, reason, restored))

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,15 +16,21 @@ def missing_ranks(wire_rank: int, group: dist.ProcessGroup | None) -> list[int] 
     stalled. None if the store itself does not answer; it lives on rank 0 of the job."""
     found: list[list[int]] = []
     # A store whose process is stopped blocks its callers, for longer than anybody wants to wait here.
-    asking = threading.Thread(target=lambda: found.append(_ask(wire_rank, group)), daemon=True)
+    asking = threading.Thread(target=_ask, args=(wire_rank, group, found), daemon=True)
     asking.start()
     asking.join(PATIENCE + 0.5)
     return found[0] if found else None
 
 
-def _ask(rank: int, group: dist.ProcessGroup | None) -> list[int]:
-    group = group or dist.distributed_c10d._get_default_group()
-    store = PrefixStore("commopt-lost", dist.distributed_c10d._get_process_group_store(group))
+def _ask(rank: int, group: dist.ProcessGroup | None, found: list[list[int]]) -> None:
+    with suppress(RuntimeError):  # a store whose process ended: that it was not found says it
+        found.append(_absent(rank, group))
+
+
+def _absent(rank: int, group: dist.ProcessGroup | None) -> list[int]:
+    group = group or dist.group.WORLD
+    assert group is not None
+    store = PrefixStore("commopt-lost", group.get_group_store())
     store.set_timeout(timedelta(seconds=PATIENCE))
     store.set(str(rank), "here")
     absent = [other for other in range(group.size()) if other != rank]
