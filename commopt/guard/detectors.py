@@ -65,7 +65,7 @@ class Spike:
         sigma: threshold, in units of the window's scale.
     """
 
-    MARGIN = 2.5
+    MARGIN = 3.0
     MEMORY = 2048
     FLOOR = 0.01  # of the scale, relative to the value: for training that is hardly noisy
 
@@ -124,7 +124,7 @@ class Spike:
 
 @dataclass(frozen=True)
 class Rise:
-    """What a drift was found by: its first step, the CUSUM and its threshold, and the rise of the level."""
+    """What a drift was found by: where it may have begun, the CUSUM and its threshold, and the rise of the level."""
 
     onset: int
     total: float
@@ -149,7 +149,7 @@ class Drift:
     """
 
     BLOCK, STRIDE, SPAN, RANK = 32, 16, 256, 3
-    ALLOWANCE, THRESHOLD, LIMIT = 0.8, 13.0, 4.0
+    ALLOWANCE, THRESHOLD, LIMIT = 0.75, 13.0, 5.0
     FLOOR = 0.0125  # of the spread, relative to the loss: what is quieter is not taken at its word
     MEMORY = 4096
 
@@ -189,7 +189,9 @@ class Drift:
         if self._total <= threshold:
             return None
         latest = list(self._values)[-min(self._length, self.STRIDE) :]
-        return Rise(self._onset, self._total, threshold, (median(latest) - self._reference) / self._unit)
+        # A slow rise hides below the allowance first: in simulations, for up to four times as long as it is summed.
+        onset = max(self._onset - 4 * self._length - 2 * self.BLOCK, 0)
+        return Rise(onset, self._total, threshold, (median(latest) - self._reference) / self._unit)
 
     def _add(self, excess: float, step: int) -> None:
         if self._total == 0:
@@ -245,7 +247,7 @@ class Drift:
         self._spreads.extend(read.numbers(state, "spreads", blocks, like=len(self._levels)))
         self._jitters.extend(read.numbers(state, "jitters", blocks, like=len(self._levels)))
         self._until_level = read.integer(state, "until_level", max(1, self.BLOCK - len(self._values)), self.BLOCK)
-        self._total, self._peak = read.number(state, "total"), read.number(state, "peak")
+        self._total, self._peak = read.number(state, "total", low=0), read.number(state, "peak", low=0)
         self._onset, self._length = read.integer(state, "onset"), read.integer(state, "length")
         self._returned.load(read.section(state, "returned"))
         if len(self._levels) >= self.RANK:

@@ -16,11 +16,11 @@ def integer(state: Mapping[str, Any], key: str, low: int = 0, high: int = 1 << 6
     return value
 
 
-def number(state: Mapping[str, Any], key: str) -> float:
-    """The finite number under ``key``."""
+def number(state: Mapping[str, Any], key: str, low: float) -> float:
+    """The finite number under ``key``, at least ``low``."""
     value = _get(state, key)
-    if not _finite(value):
-        raise _wrong(key, "a finite number", value)
+    if not _finite(value) or value < low:
+        raise _wrong(key, f"a finite number of at least {low}", value)
     return float(value)
 
 
