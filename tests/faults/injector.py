@@ -1,0 +1,184 @@
+"""Faults on demand: what goes wrong on one rank in one step.
+
+    with Faults(handle.engine) as faults:
+        faults.at(rank=1, step=7).nan_gradient()
+        faults.at(rank=0, step=9).oom_in_compress()
+        ...                                       # the training loop
+
+Call it alike on all ranks; a fault strikes on its own rank, once, in the exchange with that number. Only the instances
+of this engine are patched, and they are as they were when the block ends.
+"""
+
+import math
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from commopt.bucket import Bucket
+from commopt.compressors import RoundsCompressor
+from commopt.engine import Engine
+from commopt.layout import Layout
+from commopt.plan import Plan
+
+Place = Literal["gradient", "contribution", "codec", "received"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``strike`` is called with the tensor that is to be damaged: the first bucket, each bucket for a
+    ``"contribution"``, or what was received; in a codec it raises."""
+
+    kind: str
+    step: int
+    place: Place
+    strike: Callable[[Tensor], Any]
+
+
+class Faults:
+    """Holds what is armed on this rank. ``struck`` counts what has struck here, by kind."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.struck: Counter[str] = Counter()
+        self._engine = engine
+        self._armed: list[Fault] = []
+        self._inside = False  # of an exchange: a vote is not a payload
+        self._job, self._exchange = engine._job, engine._exchange
+        wire = engine.wire
+        self._all_reduce, self._all_gather = wire.all_reduce, wire.all_gather
+        self._undo = [_patch(engine, "_job", self._on_job), _patch(engine, "_exchange", self._on_exchange)]
+        self._undo += [_patch(wire, "all_reduce", self._on_all_reduce), _patch(wire, "all_gather", self._on_all_gather)]
+
+    def __enter__(self) -> "Faults":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for undo in self._undo:
+            undo()
+
+    def at(self, rank: int, step: int) -> "At":
+        """The place of a fault: the rank, and the number of the exchange."""
+        return At(self, rank, step)
+
+    def arm(self, rank: int, fault: Fault) -> "Faults":
+        """Arms it if this is the rank."""
+        if rank == self._engine.wire.rank:
+            self._armed.append(fault)
+        return self
+
+    def _due(self, place: Place, last: bool = True) -> list[Fault]:
+        """What strikes now; for the ``last`` time."""
+        due = [fault for fault in self._armed if (fault.place, fault.step) == (place, self._engine.step)]
+        for fault in due if last else ():
+            self._armed.remove(fault)
+            self.struck[fault.kind] += 1
+        return due
+
+    def _on_job(self, bucket: Bucket) -> None:
+        for fault in self._due("gradient") + self._due("contribution", bucket.last):
+            fault.strike(bucket.buffer)
+        self._job(bucket)
+
+    def _on_exchange(self, plan: Plan, layout: Layout, bucket: Bucket) -> None:
+        self._inside = True
+        method = "reduce" if isinstance(plan.compressor, RoundsCompressor) else "encode"
+        due = [] if plan.lossless else self._due("codec")
+
+        def fail(*_: Any) -> None:
+            for fault in due:
+                fault.strike(bucket.buffer)
+
+        undo = _patch(plan.compressor, method, fail) if due else None
+        try:
+            self._exchange(plan, layout, bucket)
+        finally:
+            self._inside = False
+            if undo is not None:
+                undo()
+
+    def _on_all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._all_reduce(tensor, *args, **kwargs)
+        self._damage(tensor)
+        return tensor
+
+    def _on_all_gather(self, out: Tensor, tensor: Tensor) -> None:
+        self._all_gather(out, tensor)
+        wire = self._engine.wire
+        self._damage(out.view(wire.world, -1)[(wire.rank + 1) % wire.world])  # a peer's part
+
+    def _damage(self, received: Tensor) -> None:
+        for fault in self._due("received") if self._inside else ():
+            fault.strike(received)
+
+
+@dataclass(frozen=True)
+class At:
+    """Arms one fault. ``*_in_compress`` wait for a codec: a step without compression has none."""
+
+    faults: Faults
+    rank: int
+    step: int
+
+    def nan_gradient(self) -> Faults:
+        """One element of this rank's gradient is NaN."""
+        return self._arm("nan", "gradient", lambda gradient: gradient[:1].fill_(math.nan))
+
+    def inf_gradient(self) -> Faults:
+        """One element of this rank's gradient is infinite."""
+        return self._arm("inf", "gradient", lambda gradient: gradient[:1].fill_(math.inf))
+
+    def scale_payload(self, factor: float) -> Faults:
+        """What this rank contributes is multiplied, before it is compressed."""
+        return self._arm("scale", "contribution", lambda gradient: gradient.mul_(factor))
+
+    def kill(self) -> Faults:
+        """The process ends without a word."""
+        return self._arm("kill", "gradient", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+    def stall(self, seconds: float) -> Faults:
+        """The rank does nothing for a while."""
+        return self._arm("stall", "gradient", lambda _: time.sleep(seconds))
+
+    def flip_bit(self, bit: int = 22) -> Faults:
+        """One bit is damaged in what this rank, and no other, receives of the step's result. ``bit`` counts from the
+        payload's beginning; 22 is the first one of the mantissa in a float32, where most payloads begin with one."""
+        return self._arm("flip", "received", lambda received: _flip(received, bit))
+
+    def oom_in_compress(self) -> Faults:
+        """The codec finds no memory."""
+        return self._arm("oom", "codec", _no_memory)
+
+    def raise_in_compress(self, message: str = "broken codec") -> Faults:
+        """The codec raises a ``ValueError``."""
+        return self._arm("raise", "codec", lambda _: _raise(ValueError(message)))
+
+    def _arm(self, kind: str, place: Place, strike: Callable[[Tensor], Any]) -> Faults:
+        return self.faults.arm(self.rank, Fault(kind, self.step, place, strike))
+
+
+def _patch(target: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
+    """Shadows a method in one instance, even of a frozen dataclass; the result undoes it."""
+    object.__setattr__(target, name, replacement)
+    return lambda: object.__delattr__(target, name)
+
+
+def _flip(tensor: Tensor, bit: int) -> None:
+    octets = tensor.view(-1).view(torch.uint8)
+    octets[bit // 8 % len(octets)] ^= 1 << bit % 8
+
+
+def _no_memory(_: Tensor) -> NoReturn:
+    raise torch.OutOfMemoryError("a fault: cannot allocate memory")
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
