@@ -92,7 +92,8 @@ class Guard:
         )
 
     def validation(self, value: float, step: int) -> Verdict:
-        """Judges a validation loss, of which less is better.
+        """Judges a validation loss, of which less is better, by the best one that was seen when no step had been
+        compressed, ever or within the last ``cool_down`` steps. Without such a value only what is not finite is worse.
 
         Args:
             value: the same on all ranks.
@@ -126,7 +127,8 @@ class Guard:
         compressed = compressed and self.mode == "armed"  # a verdict may take effect a step late
         if record.out_of_memory:
             reason = f"memory: a codec ran out of it in step {record.step}"
-            return self._alarm("fall_back", reason) if self.mode == "armed" else Verdict("skip", reason)
+            helps = self.mode == "armed" and record.plan != "none"
+            return self._alarm("fall_back", reason) if helps else Verdict("skip", reason)
         if verdict := self._judge_cosine(record, compressed):
             return verdict
         if not record.finite or not math.isfinite(record.gradient_norm):

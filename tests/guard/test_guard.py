@@ -52,6 +52,14 @@ def test_running_out_of_memory_falls_back_at_once() -> None:
     assert "memory" in verdict.reason
 
 
+def test_nothing_falls_back_further_than_to_no_compression() -> None:
+    run = Run()
+    assert actions(run.go(1, compressed=False, plan="none", out_of_memory=True)) == ["skip"]
+    run.go(1, out_of_memory=True)
+    # The switch takes effect a step later.
+    assert actions(run.go(1, out_of_memory=True) + run.go(1)) == ["skip"]
+
+
 # Spikes
 
 
