@@ -189,9 +189,10 @@ class Drift:
         if self._total <= threshold:
             return None
         latest = list(self._values)[-min(self._length, self.STRIDE) :]
-        # A slow rise hides below the allowance first: in simulations, for up to four times as long as it is summed.
-        onset = max(self._onset - 4 * self._length - 2 * self.BLOCK, 0)
-        return Rise(onset, self._total, threshold, (median(latest) - self._reference) / self._unit)
+        # A slow rise hides below the allowance first: in simulations, for up to four times as long as it is summed. What
+        # lies before all that the reference was taken from has nothing to do with it.
+        begun = max(self._onset - 4 * self._length - 2 * self.BLOCK, step - self.SPAN, 0)
+        return Rise(min(begun, self._onset), self._total, threshold, (median(latest) - self._reference) / self._unit)
 
     def _add(self, excess: float, step: int) -> None:
         if self._total == 0:
