@@ -9,7 +9,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from commopt.records import StepRecord
-from commopt.summary import Totals
+from commopt.summary import Totals, Window
 
 
 class CommunicationMetrics(Metric):
@@ -45,11 +45,14 @@ class CommunicationMetrics(Metric):
         super().__init__(**kwargs)
         self.add_state("sums", torch.zeros(len(fields(Totals)), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, record: StepRecord) -> None:
-        """Counts a step of this rank."""
-        step = Totals()
-        step.add(record, self._world())
-        self.sums += torch.tensor(astuple(step), dtype=self.sums.dtype, device=self.sums.device)
+    def update(self, part: StepRecord | Window) -> None:
+        """Counts a step of this rank, or a window of steps."""
+        if isinstance(part, Window):
+            totals = part.totals(self._world())
+        else:
+            totals = Totals()
+            totals.add(part, self._world())
+        self.sums += torch.tensor(astuple(totals), dtype=self.sums.dtype, device=self.sums.device)
 
     def compute(self) -> dict[str, Tensor]:
         """Over all steps since the last reset, and over all ranks."""

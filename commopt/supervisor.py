@@ -22,6 +22,8 @@ from commopt.monitor import Monitor, Window
 from commopt.records import Action, Event, StepRecord
 from commopt.snapshot import SnapshotRing, Stateful, fingerprint, share_of_memory
 
+DEFAULT = GuardConfig()
+
 
 class Supervisor:
     """Binds the exchange of a model to a monitor, a guard, and snapshots to go back to. Call everything on all ranks.
@@ -55,7 +57,7 @@ class Supervisor:
         handle: Handle,
         states: Mapping[str, Stateful],
         *,
-        guard: GuardConfig | None = None,
+        guard: GuardConfig | None = DEFAULT,
         monitor: Monitor | None = None,
         every: int = 50,
         keep: int = 4,
@@ -66,7 +68,7 @@ class Supervisor:
         self.engine = handle.engine
         self.monitor = monitor or Monitor(rank=self.engine.wire.rank, world=self.engine.wire.world)
         self.window: Window | None = None  # the latest one
-        self.guard = Guard(guard or GuardConfig())
+        self.guard = Guard(guard) if guard is not None else None
         self.ring: SnapshotRing | None = None
         if states:
             # The scarcest host decides: all ranks must hold the same snapshots.
@@ -106,15 +108,15 @@ class Supervisor:
         """Tells a validation loss, lower is better. The mean over ranks counts; all ranks call it."""
         mean = self._reduced(value, dist.ReduceOp.SUM) / self.engine.wire.world
         step = self.engine.step
-        verdict = self.guard.validation(mean, step)
-        self._follow(verdict, step)
+        if self.guard is not None:
+            self._follow(self.guard.validation(mean, step), step)
         self.engine.restart_clock()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: what the guard and the monitor know, and the exchange with its tensors."""
         return {
             "exchange": self.engine.state_dict(),
-            "guard": self.guard.state_dict(),
+            "guard": self.guard.state_dict() if self.guard is not None else {},
             "monitor": self.monitor.state_dict(),
         }
 
@@ -129,7 +131,8 @@ class Supervisor:
                 raise CheckpointError(
                     "not the state of a supervisor: the exchange, the guard or the monitor is missing."
                 )
-        self.guard.load_state_dict(state["guard"])
+        if self.guard is not None and state["guard"]:  # otherwise it begins anew
+            self.guard.load_state_dict(state["guard"])
         self.monitor.load_state_dict(state["monitor"])
         self.engine.load_state_dict(state["exchange"], parts and [part["exchange"] for part in parts])
         self._plan(at_once=True)
@@ -138,9 +141,11 @@ class Supervisor:
         self._take(self.engine.step, self._begin)
 
     def close(self) -> None:
-        """Ends the watch; the monitor writes its summary."""
+        """Ends the watch; the monitor writes its summary, and the memory of snapshots is free again."""
         self.handle.judge = None
         self.monitor.close()
+        if self.ring is not None:
+            self.ring.clear()
 
     def _judge(self, record: StepRecord) -> bool:
         """Called at the end of each backward; whether the step may be taken."""
@@ -148,8 +153,10 @@ class Supervisor:
         if record.corrupt:
             self._note(record.step, "skip", "ranks received different mean gradients")
             return False
-        verdict = self.guard.step(record, compressed=not self.engine.plan.lossless)
-        return self._follow(verdict, record.step) and record.finite and not record.out_of_memory
+        usable = record.finite and not record.out_of_memory
+        if self.guard is None:
+            return usable
+        return self._follow(self.guard.step(record, compressed=not self.engine.plan.lossless), record.step) and usable
 
     def _follow(self, verdict: Verdict, step: int) -> bool:
         """Does what the guard says. Whether the step may be taken."""
@@ -166,6 +173,8 @@ class Supervisor:
         return action != "skip"
 
     def _plan(self, at_once: bool = False) -> None:
+        if self.guard is None:
+            return
         armed = self.guard.mode == "armed"
         plan = self.engine.configured.milder(self.guard.rung) if armed else self.engine.uncompressed()
         if plan != self.engine.planned or at_once:
@@ -179,6 +188,7 @@ class Supervisor:
 
     def _roll_back(self, record: StepRecord, verdict: Verdict) -> int:
         assert self.ring is not None
+        assert self.guard is not None
         self._verdict = None
         onset = record.step if verdict.onset is None else verdict.onset
         before = self.ring.newest_before(onset)
