@@ -189,8 +189,8 @@ class Drift:
         if self._total <= threshold:
             return None
         latest = list(self._values)[-min(self._length, self.STRIDE) :]
-        # A slow rise hides below the allowance first: in simulations, for up to four times as long as it is summed. What
-        # lies before all that the reference was taken from has nothing to do with it.
+        # A slow rise hides below the allowance first: in simulations, for up to four times as long as it is summed.
+        # What lies before all that the reference was taken from has nothing to do with it.
         begun = max(self._onset - 4 * self._length - 2 * self.BLOCK, step - self.SPAN, 0)
         return Rise(min(begun, self._onset), self._total, threshold, (median(latest) - self._reference) / self._unit)
 
