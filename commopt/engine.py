@@ -463,7 +463,8 @@ class Engine:
         elif set(result.disputed) - {"checksum"}:
             mine = f"rank {self.wire.rank} is in step {step.number} and plans {planned}"
             step.error = MismatchError(f"ranks disagree on {' and '.join(result.disputed)}: {self._shared(mine)}.")
-        self._agreed = planned
+        if "next plan" not in result.disputed:
+            self._agreed = planned
         if result.failure is Failure.OUT_OF_MEMORY:
             self.adopt(self.uncompressed(), at_once=True)
         if result.wish:
