@@ -9,24 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch.nn.parallel import DistributedDataParallel
 
 from commopt import CommOptConfig, ConfigError, Handle
 from commopt.compressors import available, create
 from commopt.errors import unknown
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy
-else:
-    DDPStrategy = object
+from lightning_commopt.supervision import Supervised
 
 BY_LIGHTNING = {"module", "device_ids"}  # arguments of DDP that the strategy itself passes
 OF_OTHER_HOOKS = {"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision"}
 
 
-class CompressedGradients(DDPStrategy):
+class CompressedGradients(Supervised):
     """Mixin before a ``DDPStrategy``: attaches commopt to the model that each ``fit`` wraps, on CPU and on CUDA.
 
     Args:
@@ -43,16 +39,12 @@ class CompressedGradients(DDPStrategy):
     strategy_name: ClassVar[str] = "commopt_ddp"
     bucket_cap_mb: ClassVar[float] = 3.0  # where the user gives none: torch's 25 leave the link idle during backward
 
-    handle: Handle | None
-    """Switch and counters of the model in training, or of the last one; None before the first fit."""
-
     def __init__(self, compressor: str = "int8", error_feedback: bool | None = None, **kwargs: Any) -> None:
-        base = inspect.signature(super().__init__).parameters.values()
+        base = inspect.signature(super(Supervised, self).__init__).parameters.values()
         valid = {p.name for p in base if p.kind is not p.VAR_KEYWORD}
         valid |= inspect.signature(DistributedDataParallel).parameters.keys() - BY_LIGHTNING
         self.config, arguments = _separate(compressor, error_feedback, kwargs, valid)
         super().__init__(**{"bucket_cap_mb": self.bucket_cap_mb, **arguments})
-        self.handle = None
         self._compress = True
 
     def disable_compression(self) -> None:
@@ -85,15 +77,10 @@ class CompressedGradients(DDPStrategy):
             with super().block_backward_sync():
                 yield
 
-    def teardown(self) -> None:
-        """Ends the exchange; its counters can still be read."""
-        if self.handle is not None:
-            self.handle.close()
-        super().teardown()
-
     def _register_ddp_hooks(self) -> None:  # Lightning's own acts on CUDA only
         assert isinstance(self.model, DistributedDataParallel)
         self.handle = Handle(self.model, self.config, getattr(self.precision_plugin, "scaler", None))
+        self.supervisor = None
         if not self._compress:
             self.handle.disable()
 

@@ -1,6 +1,7 @@
 """Fits that run inside the living workers: a Trainer on each rank, over the process group that is there already."""
 
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from commopt import CommOptWarning, Handle, Stats
 from lightning_commopt import CommOptDDPStrategy
 
 Batch = tuple[Tensor, Tensor]
+SCRATCH = tempfile.TemporaryDirectory()  # of this process, for what trainers write that nobody reads
 
 
 class Batches:
@@ -109,6 +111,7 @@ def rank_of_the_group(rank: int) -> Iterator[None]:
 def make_trainer(world: int, strategy: Any, package: Any = pl, **kwargs: Any) -> Any:
     """A Trainer on ``world`` ranks without decoration, of ``lightning.pytorch`` or of ``package``."""
     plain = {
+        "default_root_dir": SCRATCH.name,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

@@ -1,0 +1,221 @@
+"""What ties a `commopt.supervisor.Supervisor` to each fit of a strategy, and its state to Lightning's checkpoints."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from commopt import Handle
+from commopt import checkpoint as sidecar
+from commopt.collectives.agreement import share_text
+from commopt.errors import CheckpointError
+from commopt.records import Event
+from commopt.snapshot import Stateful
+from commopt.supervisor import Supervisor
+from lightning_commopt.callbacks import Guarding, Monitoring
+from lightning_commopt.position import Generators, Position, Weights
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy
+else:
+    DDPStrategy = object
+
+KEY = "commopt"  # in a checkpoint
+PATIENCE = 60.0  # seconds that a save waits for the other ranks
+PATIENCE_AFTER_AN_ERROR = 5.0  # they may never come
+
+
+class Supervised(DDPStrategy):
+    """Mixin before a ``DDPStrategy`` that sets ``handle`` for each fit."""
+
+    monitoring: ClassVar[type[Monitoring]]
+    guarding: ClassVar[type[Guarding]]
+    asynchronous: ClassVar[type]  # CheckpointIO that writes later
+
+    handle: Handle | None
+    """Switch and counters of the model in training, or of the last one; None before the first fit."""
+    supervisor: Supervisor | None
+    """What watches the fit, from its first batch on, or watched the last one."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.handle = None
+        self.supervisor = None
+        self._generators: Generators | None = None
+        self._samples: float | None = None
+        self._loaded: tuple[str, object] | None = None  # checkpoint that the next fit goes on from, and its reference
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def setup_environment(self) -> None:
+        """Adds the callbacks that watch and guard, where the user gave none, before any hook of theirs is called."""
+        super().setup_environment()
+        self._loaded = None
+        if self._trainer.state.fn == "fit":
+            mine = [
+                next((callback for callback in self._trainer.callbacks if isinstance(callback, kind)), None) or kind()
+                for kind in (self.monitoring, self.guarding)
+            ]
+            self._trainer.callbacks = [*mine, *(each for each in self._trainer.callbacks if each not in mine)]
+
+    def on_train_start(self) -> None:
+        """Remembers the random generators as they are before the first batch."""
+        super().on_train_start()
+        self._generators = Generators()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begins to watch with the first batch, when Lightning has settled where it stands."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.supervisor is None:
+            self._supervise()
+        self._samples = _batch_size(batch)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Tells the loss, which Lightning has divided by the number of batches that it accumulates."""
+        if self.supervisor is not None:
+            assert self.lightning_module is not None
+            automatic = self.lightning_module.automatic_optimization
+            parts = self._trainer.accumulate_grad_batches if automatic else 1
+            self.supervisor.observe(closure_loss.detach() * parts, self._samples)
+            self._samples = self._samples and 0.0  # a batch that has several backwards counts once
+        super().pre_backward(closure_loss)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes the state of commopt beside the checkpoint of a fit, one file a rank. Call it on all ranks.
+
+        Raises:
+            CheckpointError: a rank did not come, or could not write its file; on all ranks that came. Rank 0 has
+                written Lightning's own checkpoint then, without the state of commopt.
+        """
+        supervisor, error = self.supervisor, None
+        wanted = supervisor is not None and "optimizer_states" in checkpoint and self._sidecar_fits(filepath)
+        if supervisor is not None and wanted:
+            seconds = PATIENCE_AFTER_AN_ERROR if self._trainer.interrupted else PATIENCE
+            try:
+                save_id = sidecar.save_together(filepath, supervisor.state_dict(), None, seconds=seconds)
+                checkpoint[KEY] = sidecar.reference(save_id)
+            except CheckpointError as problem:
+                error = problem
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if error is not None:
+            raise CheckpointError(f"{filepath} has no state of commopt: {error}") from error
+        if supervisor is not None and wanted:
+            self.barrier("commopt: the checkpoint is in place")
+            sidecar.prune(filepath, keep=save_id)
+            supervisor.engine.restart_clock()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes what lies beside it, too."""
+        super().remove_checkpoint(filepath)
+        if _is_local(filepath):
+            sidecar.remove(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Keeps in mind what the next fit goes on from; there is no exchange yet to load it into."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._loaded = os.fspath(checkpoint_path), checkpoint.get(KEY)
+        return checkpoint
+
+    def teardown(self) -> None:
+        """Ends the watch and the exchange; what they counted can still be read."""
+        if self.supervisor is not None:
+            self.supervisor.close()
+        if self.handle is not None:
+            self.handle.close()
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process: the exchange, and what watches it."""
+        kept: dict[str, Any] = super().__getstate__()
+        return kept | {"handle": None, "supervisor": None, "_generators": None}
+
+    def _supervise(self) -> None:
+        trainer = self._trainer
+        monitoring = next((each for each in trainer.callbacks if isinstance(each, self.monitoring)), None)
+        guarding = next((each for each in trainer.callbacks if isinstance(each, self.guarding)), None)
+        if self.handle is None or monitoring is None or guarding is None:
+            return  # a tuner of Lightning's tries something out
+        loaded, self._loaded = self._loaded, None
+        state, parts = (None, None) if loaded is None else self._read(*loaded)
+        plan = self.handle.engine.configured
+        self.supervisor = Supervisor(
+            self.handle,
+            self._states() if guarding.enabled else {},
+            guard=guarding.config if guarding.enabled else None,
+            monitor=monitoring.make(trainer, {"compressor": repr(plan.compressor), "error_feedback": plan.feedback}),
+            every=guarding.snapshot_every,
+            keep=guarding.keep,
+            memory=guarding.memory,
+            position=trainer.fit_loop.epoch_loop.batch_progress.total.ready - 1,
+        )
+        if state is not None:
+            self.supervisor.load_state_dict(state, parts)
+        self.supervisor.engine.restart_clock()
+
+    def _states(self) -> dict[str, Stateful]:
+        """What a roll-back restores, in this order: drawing batches again moves the random generators."""
+        assert self.lightning_module is not None
+        states: dict[str, Stateful] = {"weights": Weights(self.lightning_module)}
+        states |= {f"optimizer {index}": optimizer for index, optimizer in enumerate(self.optimizers)}
+        schedulers = (config.scheduler for config in self.lr_scheduler_configs)
+        states |= {f"scheduler {index}": scheduler for index, scheduler in enumerate(schedulers)}
+        states |= {"precision": self.precision_plugin, "position": Position(self._trainer, self._note)}
+        return states | {"random": self._generators or Generators()}
+
+    def _note(self, text: str) -> None:
+        assert self.supervisor is not None
+        engine = self.supervisor.engine
+        self.supervisor.monitor.event(Event(engine.step, "note", text))
+        engine.say_once(text)
+
+    def _sidecar_fits(self, path: Any) -> bool:
+        assert self.supervisor is not None
+        if _is_local(path) and not isinstance(self.checkpoint_io, self.asynchronous):
+            return True
+        self.supervisor.engine.say_once(
+            f"{path} is saved without the state of commopt, which lies beside a checkpoint on a local file system that "
+            "is written at once. After a resume residuals begin at zero."
+        )
+        return False
+
+    def _read(self, path: str, carried: object) -> tuple[Mapping[str, Any] | None, Sequence[Mapping[str, Any]] | None]:
+        """What this rank goes on from; None where there is nothing, on all ranks alike.
+
+        Raises:
+            CheckpointError: some rank's part cannot be used; raised on every rank.
+        """
+        assert self.handle is not None
+        engine, found, problem = self.handle.engine, None, ""
+        try:
+            if carried is not None and _is_local(path):
+                save_id = sidecar.save_id_of(carried)
+                found = sidecar.load(path, save_id, rank=engine.wire.rank, world=engine.wire.world)
+        except CheckpointError as error:
+            problem = f"rank {engine.wire.rank}: {error}"
+        said = share_text(engine.wire, problem or ("found" if found else "nothing"), self.handle.device)
+        problems = [text for text in said if text not in ("found", "nothing")]
+        if problems:
+            raise CheckpointError(problem or problems[0])
+        if found is None or "nothing" in said:
+            engine.say_once(
+                f"{path} comes without the state of commopt: training goes on with the weights, and residuals begin at "
+                "zero."
+            )
+            return None, None
+        return found.tree, None if found.world == engine.wire.world else found.parts
+
+
+def _is_local(path: Any) -> bool:
+    return "://" not in os.fspath(path)
+
+
+def _batch_size(batch: Any) -> float | None:
+    """The length of the first tensor in a batch; None where there is none."""
+    if isinstance(batch, Tensor):
+        return float(batch.shape[0]) if batch.ndim else 1.0
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((size for size in map(_batch_size, parts) if size is not None), None)
