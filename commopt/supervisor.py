@@ -156,7 +156,11 @@ class Supervisor:
         usable = record.finite and not record.out_of_memory
         if self.guard is None:
             return usable
-        return self._follow(self.guard.step(record, compressed=not self.engine.plan.lossless), record.step) and usable
+        verdict = self.guard.step(record, compressed=not self.engine.plan.lossless)
+        if verdict.action == "skip" and not usable:  # the engine has said why
+            self.monitor.event(Event(record.step, "skip", verdict.reason))
+            return False
+        return self._follow(verdict, record.step) and usable
 
     def _follow(self, verdict: Verdict, step: int) -> bool:
         """Does what the guard says. Whether the step may be taken."""
