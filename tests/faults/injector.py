@@ -87,6 +87,8 @@ class Faults:
         for fault in self._due("gradient") + self._due("contribution", bucket.last):
             fault.strike(bucket.buffer)
         self._job(bucket)
+        if bucket.last:  # what found no codec does not wait for a step of this number after a roll-back
+            self._armed = [fault for fault in self._armed if fault.step != self._engine.step]
 
     def _on_exchange(self, plan: Plan, layout: Layout, bucket: Bucket) -> None:
         self._inside = True
@@ -122,7 +124,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class At:
-    """Arms one fault. ``*_in_compress`` wait for a codec: a step without compression has none."""
+    """Arms one fault. ``*_in_compress`` does nothing in a step without compression."""
 
     faults: Faults
     rank: int
