@@ -3,8 +3,8 @@
     python -m benchmarks.soak --json docs/figures/soak.json
 
 A small GPT is trained on real text, with compressed gradients and in checked mode, twice from the same weights on the
-same batches: once undisturbed, and once with faults at random steps on random ranks. All ranks compare a fingerprint of
-their parameters every few steps. Faults are:
+same batches: once undisturbed, and once with faults at random steps on random ranks. A step that was skipped is done
+again, so that both take as many steps. All ranks compare a fingerprint of their parameters every few steps. Faults are:
 
     nan, inf     one element of a rank's gradient
     flip         one bit of what a rank receives
@@ -52,6 +52,7 @@ KINDS = ("nan", "inf", "flip", "scale", "oom", *SWITCHES)
 BURST = 3  # spikes in a row that the guard takes for more than a spike
 FACTOR = 100.0
 CHECK_EVERY = 5  # steps
+QUIET = 16  # steps without faults, after the guard knows enough to see a spike
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,9 @@ def train(
             taken = any(parameter.grad is not None for parameter in model.parameters())
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            rate.step()
-            position = supervisor.end_step(position)
+            if taken:
+                rate.step()
+            position = supervisor.end_step(position if taken else position - 1)
 
             record, events = handle.engine.record, supervisor.monitor.summary().events
             assert record is not None
@@ -184,7 +186,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
     tokens, validation = load_text()
     for seed in args.seeds:
         start = time.perf_counter()
-        planned = schedule(seed, dist.get_world_size(), args.steps, args.faults, args.window + 2)
+        planned = schedule(seed, dist.get_world_size(), args.steps, args.faults, args.window + QUIET)
         clean, undisturbed = train(args, seed, [], tokens)
         disturbed, run = train(args, seed, planned, tokens)
         reference, loss = (evaluate(model, validation, MODEL.block_size) for model in (clean, disturbed))
@@ -266,7 +268,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.variant.config is None:
         parser.error("--variant takes a compressor of commopt")
-    if (args.steps - args.window - 2 - BURST) // BURST < args.faults:
+    if (args.steps - args.window - QUIET - BURST) // BURST < args.faults:
         parser.error("too many faults for so few steps")
     return args
 
