@@ -19,6 +19,8 @@ from tests.lightning.fits import Regression, flat, make_trainer, rank_of_the_gro
 from tests.lightning.test_rollback import Points
 from tests.workers import Workers
 
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")  # a resumed fit saves elsewhere
+
 OPTIONS: dict[str, dict[str, Any]] = {"topk": {"density": 0.05}, "randomk": {"density": 0.05}, "powersgd": {"rank": 2}}
 TOPK: dict[str, Any] = {"compressor": "topk", "density": 0.05}
 
@@ -49,7 +51,7 @@ def resume_each(rank: int, world: int, folder: Path, names: list[str]) -> dict[s
         for name in names:
             here, strategy = folder / name, {"compressor": name, **OPTIONS.get(name, {})}
             _, whole = train(world, here, strategy, epochs=2)
-            _, resumed = train(world, here, strategy, epochs=2, ckpt_path=here / "epoch=0.ckpt")
+            _, resumed = train(world, here / "resumed", strategy, epochs=2, ckpt_path=here / "epoch=0.ckpt")
             same[name] = torch.equal(whole, resumed)
     return same
 
@@ -68,7 +70,8 @@ def resume_without(rank: int, world: int, folder: Path) -> tuple[bool, list[str]
         trainer.strategy.barrier()
         rmtree(folder / "epoch=0.ckpt.commopt", ignore_errors=True)
         trainer.strategy.barrier()
-        resumed, warned = listen(world, folder=folder, strategy=TOPK, epochs=2, ckpt_path=folder / "epoch=0.ckpt")
+        again = folder / "again"
+        resumed, warned = listen(world, folder=again, strategy=TOPK, epochs=2, ckpt_path=folder / "epoch=0.ckpt")
         return torch.equal(whole, resumed), warned
 
 
