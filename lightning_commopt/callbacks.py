@@ -63,7 +63,8 @@ class Monitoring(Callback):
     def make(self, trainer: Any, parameters: Mapping[str, Any]) -> Monitor:
         """The monitor of one fit. Call it on all ranks."""
         directory = self.directory or trainer.log_dir or trainer.default_root_dir  # log_dir is rank 0's
-        writes = self.json_lines and not trainer.fast_dev_run and "://" not in str(directory)
+        real = not trainer.fast_dev_run and not trainer.barebones
+        writes = self.json_lines and real and "://" not in str(directory)
         return Monitor(
             Path(directory) if writes else None,
             rank=trainer.global_rank,
@@ -91,7 +92,7 @@ class Monitoring(Callback):
         values = {name: value for name, value in metrics.compute().items() if not value.isnan()}
         events = supervisor.monitor.summary().events
         counts = {"events": len(events), "roll_backs": sum(event.action == "roll_back" for event in events)}
-        latest = {"cosine": window.cosine, "residual_ratio": window.residual_ratio}
+        latest = {name: getattr(window, name) for name in ("cosine", "sign_agreement", "residual_ratio")}
         more = {name: float(value) for name, value in (counts | latest).items() if value is not None}
         for name, value in (values | more).items():
             bar = name in IN_THE_BAR
