@@ -12,6 +12,7 @@ of this engine are patched, and they are as they were when the block ends.
 import math
 import os
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -147,8 +148,12 @@ class At:
         return self._arm("kill", "gradient", lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
     def stall(self, seconds: float) -> Faults:
-        """The rank does nothing for a while."""
+        """The exchange of this rank does nothing for a while."""
         return self._arm("stall", "gradient", lambda _: time.sleep(seconds))
+
+    def freeze(self, seconds: float) -> Faults:
+        """The whole process stands still for a while, and with it a store that it hosts."""
+        return self._arm("freeze", "gradient", lambda _: _freeze(seconds))
 
     def flip_bit(self, bit: int = 22) -> Faults:
         """One bit is damaged in what this rank, and no other, receives of the step's result. ``bit`` counts from the
@@ -176,6 +181,11 @@ def _patch(target: Any, name: str, replacement: Callable[..., Any]) -> Callable[
 def _flip(tensor: Tensor, bit: int) -> None:
     octets = tensor.view(-1).view(torch.uint8)
     octets[bit // 8 % len(octets)] ^= 1 << bit % 8
+
+
+def _freeze(seconds: float) -> None:
+    subprocess.run(["sh", "-c", f"(sleep {seconds}; kill -CONT {os.getpid()}) &"], check=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _no_memory(_: Tensor) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,26 +18,8 @@ from tests.hooks.training import MLP, SMALL_BUCKETS, loss_of, train
 from tests.workers import WorkerError, Workers
 
 TIMEOUT = 2.0  # seconds, of a group that waits for a stalled rank
+LATE = TIMEOUT + 2.5
 STEP = 3
-
-
-def fail(rank: int, world: int, patience: float, victim: int, seconds: float | None) -> tuple[float, str]:
-    """How long the step with the fault took on this rank, and what it said. The victim stalls, or is killed."""
-    model = DDP(MLP(), bucket_cap_mb=SMALL_BUCKETS)
-    handle = commopt.attach(model, "int8", timeout=patience)
-    with Faults(handle.engine) as faults:
-        if seconds is None:
-            faults.at(victim, STEP).kill()
-        else:
-            faults.at(victim, STEP).stall(seconds)
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(STEP))
-        loss = loss_of(model, rank, STEP)
-        start = time.monotonic()
-        with pytest.raises(ExchangeError) as caught:
-            loss.backward()
-        waited = time.monotonic() - start
-    handle.close()
-    return waited, str(caught.value)
 
 
 def share_a_store(rank: int, world: int) -> None:
@@ -52,10 +35,32 @@ def share_a_store(rank: int, world: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
-def survive(rank: int, world: int, victim: int, folder: Path, tcp: bool) -> None:
+def fail(rank: int, world: int, patience: float, victim: int, fault: str, tcp: bool) -> tuple[float, str]:
+    """How long the step with the fault took on this rank, and what it said."""
     if tcp:
         share_a_store(rank, world)
-    seen = fail(rank, world, 20.0, victim, None)
+    model = DDP(MLP(), bucket_cap_mb=SMALL_BUCKETS)
+    handle = commopt.attach(model, "int8", timeout=patience)
+    with Faults(handle.engine) as faults:
+        at = faults.at(victim, STEP)
+        arms: dict[str, Callable[[], Faults]] = {
+            "kill": at.kill,
+            "stall": lambda: at.stall(LATE),
+            "freeze": lambda: at.freeze(LATE),
+        }
+        arms[fault]()
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(STEP))
+        loss = loss_of(model, rank, STEP)
+        start = time.monotonic()
+        with pytest.raises(ExchangeError) as caught:
+            loss.backward()
+        waited = time.monotonic() - start
+    handle.close()
+    return waited, str(caught.value)
+
+
+def survive(rank: int, world: int, victim: int, folder: Path, tcp: bool) -> None:
+    seen = fail(rank, world, 20.0, victim, "kill", tcp)
     (folder / f"{rank}.json").write_text(json.dumps(seen))  # the pool reports the rank that died, and nothing else
 
 
@@ -78,11 +83,26 @@ def test_a_killed_peer_is_named_within_five_seconds(
             assert f"Rank {victim} did not answer: ended, or stalled." in message
 
 
-@pytest.mark.parametrize(("world", "victim"), [(2, 1), (2, 0), (3, 1)])
-def test_a_stalled_peer_is_named_after_the_timeout(workers: Workers, world: int, victim: int) -> None:
-    seen = workers.run(fail, world, patience=TIMEOUT, victim=victim, seconds=TIMEOUT + 2.5)
+@pytest.mark.parametrize(
+    ("world", "victim", "fault", "tcp"),
+    [
+        (2, 1, "stall", False),
+        (2, 0, "stall", True),
+        (3, 1, "stall", False),
+        (2, 1, "freeze", True),
+        (3, 0, "freeze", True),
+    ],
+)
+def test_a_late_peer_is_named_after_the_timeout(
+    workers: Workers, world: int, victim: int, fault: str, tcp: bool
+) -> None:
+    seen = workers.run(fail, world, patience=TIMEOUT, victim=victim, fault=fault, tcp=tcp)
     for rank, (waited, message) in enumerate(seen):
-        assert message.startswith(f"rank {rank} lost its peers in bucket 0 (")
-        if rank != victim:
-            assert TIMEOUT - 0.5 < waited < TIMEOUT + 2.0
+        assert message.startswith(f"rank {rank} lost its peers in bucket ")  # the late one, too, when it wakes up
+        if rank == victim:
+            continue
+        assert TIMEOUT - 0.5 < waited < TIMEOUT + 2.0
+        if fault == "freeze" and victim == 0:
+            assert "The store on rank 0 of the job does not answer either" in message
+        else:
             assert f"Rank {victim} did not answer: ended, or stalled." in message
