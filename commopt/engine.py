@@ -304,7 +304,8 @@ class Engine:
             bytes_sent=totals.bytes_sent - before.bytes_sent,
             bytes_uncompressed=totals.bytes_uncompressed - before.bytes_uncompressed,
             samples=samples,
-            cosine=step.cosine,
+            cosine=step.fidelity[0] if step.fidelity else None,
+            sign_agreement=step.fidelity[1] if step.fidelity else None,
             residual_ratio=step.residual_ratio(),
         )
 
@@ -474,7 +475,7 @@ class Engine:
             if self._wish is wish:
                 self._wish = Wish.NONE
         if step.closes_window and not self.plan.lossless and step.error is None:
-            step.cosine = self._fidelity.cosine(self.wire)
+            step.fidelity = self._fidelity.measure(self.wire)
 
     def _shared(self, mine: str) -> str:
         return " | ".join(line for line in share_text(self.wire, mine, self._device) if line)

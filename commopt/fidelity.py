@@ -3,6 +3,9 @@
 One step says little: with error feedback a single step of 1 % top-k points elsewhere (cosine 0.3) and still trains, and
 without it points better (0.8) and does not. The sums over a window tell the two apart. The true sum is linear in the
 ranks' contributions, so that it takes one small all-reduce a window and none a step.
+
+The cosine is what SGD would feel; large coordinates dominate it. Adam moves each coordinate by about its sign (Balles
+and Hennig 2018), and feels the sign agreement, in which all coordinates count alike.
 """
 
 import zlib
@@ -59,17 +62,26 @@ class Fidelity:
         """The step that was staged never happened."""
         self._staged.clear()
 
-    def cosine(self, wire: Wire) -> float | None:
-        """Ends the window, on all ranks: the cosine between delivered and true sums, None where nothing was taken."""
+    def measure(self, wire: Wire) -> tuple[float, float] | None:
+        """Ends the window, on all ranks. None where nothing was taken.
+
+        Returns:
+            the cosine between the delivered and the true sum, and their sign agreement: the mean product of their
+            signs, 1 where all coordinates move as they should and 0 where nothing of them arrives.
+        """
         if not self._sums:
             return None
         contributed, delivered = torch.cat(list(self._sums.values()), dim=1)
         self._sums.clear()
         true = wire.all_reduce(contributed.contiguous())
         scale = true.norm() * delivered.norm()
-        value = torch.where(scale > 0, torch.dot(true, delivered) / scale, torch.ones_like(scale))
+        cosine = torch.where(scale > 0, torch.dot(true, delivered) / scale, torch.ones_like(scale))
+        seen = true != 0
+        agreement = (true.sign() * delivered.sign()).sum() / seen.sum().clamp(min=1)
+        agreement = torch.where(seen.any(), agreement, torch.ones_like(agreement))
         # Ranks of different makes round differently; what is decided from this must not.
-        return float(wire.all_reduce(value.view(1), op=dist.ReduceOp.MAX))
+        both = wire.all_reduce(torch.stack([cosine, agreement]), op=dist.ReduceOp.MAX)
+        return float(both[0]), float(both[1])
 
     def reset(self) -> None:
         """Begins a new window."""

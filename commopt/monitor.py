@@ -58,6 +58,7 @@ class _State:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     cosine: float | None = None
+    sign_agreement: float | None = None
     residual_ratio: float | None = None
     window: Totals = field(default_factory=Totals)
     plans: dict[str, Totals] = field(default_factory=dict)
@@ -121,7 +122,7 @@ class Monitor:
         state, done = self._state, None
         if record.plan != state.plan:
             done = self._end_window()
-            state.plan, state.cosine, state.residual_ratio = record.plan, None, None
+            state.plan, state.cosine, state.sign_agreement, state.residual_ratio = record.plan, None, None, None
         state.step = record.step
         state.window.add(record, self.run.world)
         if record.loss is not None and math.isfinite(record.loss):
@@ -129,7 +130,7 @@ class Monitor:
         if math.isfinite(record.gradient_norm):
             state.norms.append(record.gradient_norm)
         if record.cosine is not None:
-            state.cosine = record.cosine
+            state.cosine, state.sign_agreement = record.cosine, record.sign_agreement
         if record.residual_ratio is not None:
             state.residual_ratio = record.residual_ratio
         return self._end_window() if state.window.steps >= self.every else done
@@ -181,7 +182,16 @@ class Monitor:
                 f"the monitor's state cannot be read: {error}. Nothing of it was taken over."
             ) from error
         self._state = _State(
-            rest.step, rest.plan, losses, norms, rest.cosine, rest.residual_ratio, window, plans, events
+            rest.step,
+            rest.plan,
+            losses,
+            norms,
+            rest.cosine,
+            rest.sign_agreement,
+            rest.residual_ratio,
+            window,
+            plans,
+            events,
         )
 
     def _end_window(self) -> Window | None:
@@ -208,6 +218,7 @@ class Monitor:
             compression_ratio=totals.compression_ratio,
             throughput=totals.throughput,
             cosine=state.cosine,
+            sign_agreement=state.sign_agreement,
             residual_ratio=state.residual_ratio,
         )
         state.plans[state.plan] = add_up([state.plans.get(state.plan, Totals()), totals])
@@ -245,6 +256,7 @@ class _Latest:
     step: int
     plan: str
     cosine: float | None
+    sign_agreement: float | None
     residual_ratio: float | None
 
 

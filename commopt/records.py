@@ -9,8 +9,8 @@ Action = Literal["skip", "fall_back", "re_arm", "roll_back", "stop", "note"]
 @dataclass(frozen=True)
 class StepRecord:
     """One step of the exchange, on one rank. Seconds are those of this rank; ``loss``, ``gradient_norm``, ``finite``,
-    ``out_of_memory``, ``corrupt`` and
-    ``cosine`` are the same on all ranks, bit for bit.
+    ``out_of_memory``, ``corrupt``,
+    ``cosine`` and ``sign_agreement`` are the same on all ranks, bit for bit.
 
     Args:
         step: number of the exchange, from 0; it goes back when training is rolled back.
@@ -29,6 +29,7 @@ class StepRecord:
         samples: what the trainer counts (samples or tokens) on this rank; None where it does not.
         cosine: between the sums of delivered and of true mean gradients over the window that ends with this step, on a
             sample of coordinates that all ranks share; None within a window.
+        sign_agreement: mean over those coordinates of the product of the signs of the two sums; None within a window.
         residual_ratio: norm of this rank's residuals over that of its contribution to the mean; None within a window.
     """
 
@@ -47,6 +48,7 @@ class StepRecord:
     corrupt: bool = False
     samples: float | None = None
     cosine: float | None = None
+    sign_agreement: float | None = None
     residual_ratio: float | None = None
 
     @property

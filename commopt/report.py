@@ -303,7 +303,12 @@ def draw(log: Log) -> Figure:
             ha="right",
             fontsize=8,
         )
-        panel("Cosine of delivered and true gradient", ScalarFormatter(), ("cosine", BLUE, lambda w: w.cosine))
+        panel(
+            "Delivered against true gradient",
+            ScalarFormatter(),
+            ("cosine", BLUE, lambda w: w.cosine),
+            ("sign agreement", ORANGE, lambda w: w.sign_agreement),
+        )
         panel("Residual over gradient norm", ScalarFormatter(), ("residual", BLUE, lambda w: w.residual_ratio))
         for axis in axes[-1]:
             axis.set_xlabel("step")

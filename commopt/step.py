@@ -49,7 +49,7 @@ class Step:
     ready: Any = None  # when the last gradient was there
     exposed: float = 0.0
     result: Result | None = None
-    cosine: float | None = None
+    fidelity: tuple[float, float] | None = None  # cosine and sign agreement
     ended: bool = False
     taken: bool = False
 

@@ -96,7 +96,7 @@ class Window:
         ratio: communication to computation, ``wire_seconds / compute_seconds``.
         exposed_share: ``exposed_seconds / step_seconds``.
         throughput: samples a second of all ranks together; None where nobody counts them.
-        cosine, residual_ratio: the latest of this plan that are known.
+        cosine, sign_agreement, residual_ratio: the latest of this plan that are known.
     """
 
     step: int
@@ -117,6 +117,7 @@ class Window:
     compression_ratio: float
     throughput: float | None
     cosine: float | None
+    sign_agreement: float | None
     residual_ratio: float | None
 
     def totals(self, world: int) -> Totals:

@@ -60,7 +60,7 @@ def reference(rank: int, world: int) -> list[torch.Tensor]:
 def unfaithful(rank: int, world: int) -> tuple[list[Action], list[int], bool]:
     model = DDP(MLP(), bucket_cap_mb=SMALL_BUCKETS)
     with attached(model, "topk", density=0.01, error_feedback=False) as handle:
-        run = Run(rank, handle, model, guard=GuardConfig(min_cosine=0.8, cool_down=1000))
+        run = Run(rank, handle, model, guard=GuardConfig(min_agreement=0.8, cool_down=1000))
         with pytest.warns(commopt.CommOptWarning, match="roll back to step -1: fidelity"):
             run()
         assert same_on_all_ranks(model.parameters())
@@ -107,7 +107,7 @@ def resumed(rank: int, world: int) -> tuple[bool, bool, int]:
     """Half of a run in which compression was given up, and the other half in another supervisor."""
     model = DDP(MLP(), bucket_cap_mb=SMALL_BUCKETS)
     with attached(model, "topk", density=0.01, error_feedback=False) as handle:
-        run = Run(rank, handle, model, guard=GuardConfig(min_cosine=0.8, cool_down=1000))
+        run = Run(rank, handle, model, guard=GuardConfig(min_agreement=0.8, cool_down=1000))
         with pytest.warns(commopt.CommOptWarning, match="roll back"):
             run(STEPS)
         state = run.supervisor.state_dict()
@@ -128,7 +128,7 @@ def without_snapshots(rank: int, world: int) -> tuple[list[Action], bool]:
     model = DDP(MLP(), bucket_cap_mb=SMALL_BUCKETS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with attached(model, "topk", density=0.01, error_feedback=False) as handle:
-        supervisor = Supervisor(handle, {}, guard=GuardConfig(min_cosine=0.8))
+        supervisor = Supervisor(handle, {}, guard=GuardConfig(min_agreement=0.8))
         with pytest.warns(commopt.CommOptWarning, match="fall back"):
             train(model, optimizer, rank, range(110))
         assert supervisor.end_step(109) == 110
@@ -144,7 +144,7 @@ def test_without_snapshots_it_falls_back(workers: Workers) -> None:
 def differs(rank: int, world: int) -> None:
     model = DDP(MLP(), bucket_cap_mb=SMALL_BUCKETS)
     with attached(model, "topk", density=0.01, error_feedback=False) as handle:
-        run = Run(rank, handle, model, guard=GuardConfig(min_cosine=0.8))
+        run = Run(rank, handle, model, guard=GuardConfig(min_agreement=0.8))
         assert run.supervisor.ring is not None
         if rank == 1:
             next(iter(model.parameters())).data.add_(1.0)

@@ -129,7 +129,7 @@ class Guard:
             reason = f"memory: a codec ran out of it in step {record.step}"
             helps = self.mode == "armed" and record.plan != "none"
             return self._alarm("fall_back", reason) if helps else Verdict("skip", reason)
-        if verdict := self._judge_cosine(record, compressed):
+        if verdict := self._judge_fidelity(record, compressed):
             return verdict
         if not record.finite or not math.isfinite(record.gradient_norm):
             return self._judge_non_finite(record, compressed)
@@ -213,12 +213,12 @@ class Guard:
             return Verdict("pass", f"{reason} without compression; the cool-down begins anew")
         return PASS
 
-    def _judge_cosine(self, record: StepRecord, compressed: bool) -> Verdict | None:
+    def _judge_fidelity(self, record: StepRecord, compressed: bool) -> Verdict | None:
         counts = self._counts
-        if record.cosine is None or not math.isfinite(record.cosine):
+        if record.sign_agreement is None or not math.isfinite(record.sign_agreement):
             return None
         start, counts.window_start = counts.window_start, record.step + 1
-        if not compressed or record.cosine >= self.config.min_cosine:
+        if not compressed or record.sign_agreement >= self.config.min_agreement:
             counts.bad_windows = 0
             return None
         if counts.bad_windows == 0:
@@ -227,8 +227,8 @@ class Guard:
         if counts.bad_windows < BAD_WINDOWS:
             return None
         reason = (
-            f"fidelity: cosine {record.cosine:.2f} between delivered and true gradients, below "
-            f"{self.config.min_cosine} in {BAD_WINDOWS} windows running up to step {record.step}"
+            f"fidelity: sign agreement {record.sign_agreement:.2f} of delivered and true gradients, below "
+            f"{self.config.min_agreement} in {BAD_WINDOWS} windows running up to step {record.step}"
         )
         return self._alarm("roll_back", reason, counts.bad_window_onset)
 

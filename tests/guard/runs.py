@@ -60,7 +60,7 @@ class Run:
 
     def bad_windows(self, count: int = 2) -> list[Verdict]:
         """Windows of 50 steps at whose end the delivered gradient has little to do with the true one."""
-        return [verdict for _ in range(count) for verdict in self.go(49) + self.go(1, cosine=0.1)]
+        return [verdict for _ in range(count) for verdict in self.go(49) + self.go(1, sign_agreement=0.05)]
 
 
 def actions(verdicts: list[Verdict]) -> list[str]:

@@ -17,8 +17,8 @@ from commopt.guard import GuardConfig
         ("cool_down", 0),
         ("cool_down", True),
         ("roll_backs", 0),
-        ("min_cosine", 1.5),
-        ("min_cosine", "high"),
+        ("min_agreement", 1.5),
+        ("min_agreement", "high"),
         ("roll_back_rise", -1),
     ],
 )

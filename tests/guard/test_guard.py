@@ -157,7 +157,7 @@ def test_steps_without_a_loss_are_passed_over() -> None:
 def test_two_bad_windows_roll_back_to_before_the_first() -> None:
     run = Run()
     run.go(49)
-    run.go(1, cosine=0.99)
+    run.go(1, sign_agreement=0.99)
     verdicts = run.bad_windows(2)
     assert actions(verdicts) == ["roll_back"]
     assert verdicts[-1].onset == 50
@@ -171,11 +171,11 @@ def test_the_first_windows_begin_with_the_run() -> None:
 def test_one_bad_window_is_not_enough() -> None:
     run = Run()
     for _ in range(4):
-        assert actions(run.bad_windows(1) + run.go(49) + run.go(1, cosine=0.9)) == []
+        assert actions(run.bad_windows(1) + run.go(49) + run.go(1, sign_agreement=0.9)) == []
 
 
 def test_fidelity_without_compression_is_not_judged() -> None:
-    assert actions(Run().go(4, compressed=False, cosine=0.1)) == []
+    assert actions(Run().go(4, compressed=False, sign_agreement=0.05)) == []
 
 
 # Validation

@@ -25,7 +25,7 @@ records = st.builds(
     out_of_memory=st.sampled_from([False] * 19 + [True]),
     loss=loss,
     gradient_norm=st.floats(0.9, 1.1) | st.floats(0, allow_infinity=True),
-    cosine=st.none() | st.floats(-1, 1) | st.just(math.nan),
+    sign_agreement=st.none() | st.floats(-1, 1) | st.just(math.nan),
 )
 events = st.lists(
     st.tuples(records, st.booleans(), st.integers(1, 30))

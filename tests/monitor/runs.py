@@ -35,6 +35,7 @@ COMPRESSED = replace(
     codec_seconds=0.03125,
     bytes_sent=2e6,
     cosine=0.99,
+    sign_agreement=0.97,
     residual_ratio=0.125,
 )
 

@@ -22,7 +22,7 @@ TITLES = (
     "Bytes of a step",
     "Communication to computation",
     "Exposed share",
-    "Cosine of delivered and true gradient",
+    "Delivered against true gradient",
     "Residual over gradient norm",
 )
 

@@ -54,6 +54,7 @@ def test_a_window_holds_the_means_of_its_steps() -> None:
         compression_ratio=4.0,
         throughput=3 * 32 / 1.0,
         cosine=0.99,
+        sign_agreement=0.97,
         residual_ratio=0.125,
     )
     assert monitor.add(first) is None
