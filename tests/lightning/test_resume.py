@@ -1,21 +1,24 @@
 """A fit that goes on from a checkpoint has the bits of one that was never interrupted."""
 
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from commopt import CommOptWarning
 from commopt.compressors import available
+from commopt.errors import CheckpointError
 from lightning_commopt import CommOptDDPStrategy
-from tests.lightning.fits import Regression, flat, make_trainer, rank_of_the_group
+from tests.lightning.fits import Batch, Batches, Regression, flat, handle_of, make_trainer, rank_of_the_group
 from tests.lightning.test_rollback import Points
 from tests.workers import Workers
 
@@ -80,3 +83,181 @@ def test_without_the_sidecar_residuals_begin_at_zero_and_that_is_said(workers: W
         assert not same
         assert len(warned) == 1
         assert "comes without the state of commopt" in warned[0]
+
+
+# ------------------------------------------------------------------------------------------- files, and other files
+
+
+def rotate(rank: int, world: int, folder: Path) -> None:
+    with rank_of_the_group(rank):
+        keep = ModelCheckpoint(
+            folder, "{step}", every_n_train_steps=2, monitor="step", mode="max", save_top_k=2, save_last=True
+        )
+        trainer = make_trainer(world, CommOptDDPStrategy(**TOPK), callbacks=[keep], enable_checkpointing=True)
+        trainer.fit(Regression(), Batches(rank, 9))
+
+
+def test_sidecars_come_and_go_with_their_checkpoints(workers: Workers, tmp_path: Path) -> None:
+    workers.run(rotate, folder=tmp_path)
+    names = {"last", "step=6", "step=8"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"{n}.ckpt{end}" for n in names for end in ("", ".commopt")}
+    for name in names:
+        carried = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["commopt"]
+        (inside,) = (tmp_path / f"{name}.ckpt.commopt").iterdir()
+        assert inside.name == carried["save_id"]
+        assert {path.name for path in inside.iterdir()} == {
+            f"rank-0000{rank}-of-00002.safetensors" for rank in range(2)
+        }
+
+
+def sums(rank: int, world: int, folder: Path, resume: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """The residuals of all ranks together: as saved, or as they are after a resume before the first batch."""
+    summed: dict[str, Tensor] = {}
+
+    class Look(pl.Callback):
+        def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
+            if not summed:
+                add(trainer)
+
+    def add(trainer: pl.Trainer) -> None:
+        for name, residual in handle_of(trainer).engine.residuals.final().items():
+            total = residual.clone()
+            torch.distributed.all_reduce(total)
+            summed[name] = total
+
+    with rank_of_the_group(rank), warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", category=CommOptWarning)
+        path = folder / "kept.ckpt"
+        trainer = make_trainer(
+            world, CommOptDDPStrategy(**TOPK), callbacks=[Look()] if resume else [], max_epochs=2 if resume else 1
+        )
+        trainer.fit(Regression(), Batches(rank, 3), ckpt_path=path if resume else None)
+        if not resume:
+            trainer.save_checkpoint(path)
+            add(trainer)
+    return summed, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_another_number_of_ranks_owes_the_same_residuals(workers: Workers, tmp_path: Path, others: int) -> None:
+    (saved, _), _ = workers.run(sums, world=2, folder=tmp_path, resume=False)
+    for resumed, warned in workers.run(sums, world=others, folder=tmp_path, resume=True):
+        assert saved.keys() == resumed.keys()
+        assert all(torch.allclose(saved[name], resumed[name]) for name in saved)
+        assert any(float(residual.norm()) > 0 for residual in resumed.values())
+        assert not warned
+
+
+def resume_from(rank: int, world: int, path: Path, strategy: Any = None) -> list[str]:
+    with rank_of_the_group(rank), warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", category=CommOptWarning)
+        trainer = make_trainer(world, strategy or CommOptDDPStrategy(**TOPK), max_epochs=2)
+        trainer.fit(Regression(), Batches(rank, 3), ckpt_path=path)
+    return [str(warning.message) for warning in caught]
+
+
+def save(rank: int, world: int, path: Path, strategy: Any = None) -> None:
+    with rank_of_the_group(rank):
+        trainer = make_trainer(world, strategy or CommOptDDPStrategy(**TOPK))
+        trainer.fit(Regression(), Batches(rank, 3))
+        trainer.save_checkpoint(path)
+
+
+def test_a_checkpoint_of_another_strategy_loads_and_that_is_said(workers: Workers, tmp_path: Path) -> None:
+    path = tmp_path / "plain.ckpt"
+    workers.run(save, path=path, strategy="ddp")
+    assert not path.with_name("plain.ckpt.commopt").exists()
+    for warned in workers.run(resume_from, path=path):
+        assert len(warned) == 1
+        assert "comes without the state of commopt" in warned[0]
+    workers.run(save, path=path)
+    assert workers.run(resume_from, path=path, strategy="ddp") == [[], []]
+
+
+@pytest.mark.parametrize("harm", ["cut", "foreign", "id"])
+def test_what_cannot_be_trusted_is_refused_on_all_ranks(workers: Workers, tmp_path: Path, harm: str) -> None:
+    path = tmp_path / "kept.ckpt"
+    workers.run(save, path=path)
+    file = next(path.with_name("kept.ckpt.commopt").glob("*/rank-00001-*"))
+    if harm == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif harm == "foreign":
+        file.write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    else:
+        checkpoint = torch.load(path, weights_only=True)
+        checkpoint["commopt"]["save_id"] = "../../../etc"
+        torch.save(checkpoint, path)
+    told = workers.run(refused, path=path)
+    assert all("rank 1" in text for text in told) if harm != "id" else all("'../../../etc'" in text for text in told)
+
+
+def refused(rank: int, world: int, path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        resume_from(rank, world, path)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- when and by whom
+
+
+class Save(pl.Callback):
+    """Saves in the middle of a fit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+class Breaks(Regression):
+    """The third batch fails on rank 1."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.global_rank == 1:
+            raise ValueError("broken data")
+        return self.loss(batch)
+
+
+def save_within(rank: int, world: int, folder: Path) -> str:
+    """Everybody saves within a fit and after it, then rank 0 alone."""
+    with rank_of_the_group(rank), mock.patch("lightning_commopt.supervision.PATIENCE", 0.5):
+        trainer = make_trainer(world, CommOptDDPStrategy(**TOPK), callbacks=[Save(folder / "within.ckpt")])
+        trainer.fit(Regression(), Batches(rank, 4))
+        trainer.save_checkpoint(folder / "after.ckpt")
+        if rank == 0:
+            with pytest.raises(CheckpointError) as caught:
+                trainer.save_checkpoint(folder / "alone.ckpt")
+            return str(caught.value)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_a_fit_is_saved_at_any_time_by_all_ranks(workers: Workers, tmp_path: Path) -> None:
+    said, _ = workers.run(save_within, folder=tmp_path)
+    for name in ("within", "after"):
+        assert workers.run(resume_from, path=tmp_path / f"{name}.ckpt") == [[], []]
+    assert "alone.ckpt has no state of commopt: rank 1 of 2 did not come within 0.5 s. Call save on every rank" in said
+    assert "commopt" not in torch.load(tmp_path / "alone.ckpt", weights_only=True)  # but all that is Lightning's
+
+
+def break_down(rank: int, world: int, folder: Path) -> tuple[str, str]:
+    with rank_of_the_group(rank), mock.patch("lightning_commopt.supervision.PATIENCE_AFTER_AN_ERROR", 0.5):
+        rescue = OnExceptionCheckpoint(folder)
+        strategy = CommOptDDPStrategy(**TOPK, timeout=timedelta(seconds=2))  # for rank 1's process lives on
+        trainer = make_trainer(world, strategy, callbacks=[rescue], enable_checkpointing=True)
+        with pytest.raises(CheckpointError) as caught:
+            trainer.fit(Breaks(), Batches(rank, 4))
+        return str(caught.value), str(caught.value.__context__)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*was called without a model:UserWarning", "ignore:.*no last checkpoint:UserWarning"
+)
+def test_an_exception_on_one_rank_is_saved_without_waiting_for_ever(workers: Workers, tmp_path: Path) -> None:
+    (first, lost), (second, broken) = workers.run(break_down, folder=tmp_path)
+    print(first, lost, second, broken)
+    assert "did not come within 0.5 s" in first
+    assert "did not come within 0.5 s" in second
+    assert "commopt" not in torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
