@@ -1,7 +1,10 @@
 """A fit that goes on from a checkpoint has the bits of one that was never interrupted."""
 
+import os
+import signal
+import subprocess
+import sys
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -11,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -18,7 +22,7 @@ from commopt import CommOptWarning
 from commopt.compressors import available
 from commopt.errors import CheckpointError
 from lightning_commopt import CommOptDDPStrategy
-from tests.lightning.fits import Batch, Batches, Regression, flat, handle_of, make_trainer, rank_of_the_group
+from tests.lightning.fits import Batches, Regression, flat, handle_of, make_trainer, rank_of_the_group
 from tests.lightning.test_rollback import Points
 from tests.workers import Workers
 
@@ -211,17 +215,8 @@ class Save(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-class Breaks(Regression):
-    """The third batch fails on rank 1."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        if batch_idx == 2 and self.global_rank == 1:
-            raise ValueError("broken data")
-        return self.loss(batch)
-
-
 def save_within(rank: int, world: int, folder: Path) -> str:
-    """Everybody saves within a fit and after it, then rank 0 alone."""
+    """Everybody saves within a fit and after it, then rank 0 alone, then as if an exception had ended its fit."""
     with rank_of_the_group(rank), mock.patch("lightning_commopt.supervision.PATIENCE", 0.5):
         trainer = make_trainer(world, CommOptDDPStrategy(**TOPK), callbacks=[Save(folder / "within.ckpt")])
         trainer.fit(Regression(), Batches(rank, 4))
@@ -229,6 +224,10 @@ def save_within(rank: int, world: int, folder: Path) -> str:
         if rank == 0:
             with pytest.raises(CheckpointError) as caught:
                 trainer.save_checkpoint(folder / "alone.ckpt")
+            trainer.state.status = TrainerStatus.INTERRUPTED
+            after_an_error = mock.patch("lightning_commopt.supervision.PATIENCE_AFTER_AN_ERROR", 0.1)
+            with after_an_error, pytest.raises(CheckpointError, match=r"did not come within 0\.1 s"):
+                OnExceptionCheckpoint(folder).on_exception(trainer)
             return str(caught.value)
     return ""
 
@@ -239,25 +238,48 @@ def test_a_fit_is_saved_at_any_time_by_all_ranks(workers: Workers, tmp_path: Pat
     for name in ("within", "after"):
         assert workers.run(resume_from, path=tmp_path / f"{name}.ckpt") == [[], []]
     assert "alone.ckpt has no state of commopt: rank 1 of 2 did not come within 0.5 s. Call save on every rank" in said
-    assert "commopt" not in torch.load(tmp_path / "alone.ckpt", weights_only=True)  # but all that is Lightning's
+    for name in ("alone", "on_exception"):  # all that is Lightning's is there
+        assert "commopt" not in torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
 
 
-def break_down(rank: int, world: int, folder: Path) -> tuple[str, str]:
-    with rank_of_the_group(rank), mock.patch("lightning_commopt.supervision.PATIENCE_AFTER_AN_ERROR", 0.5):
-        rescue = OnExceptionCheckpoint(folder)
-        strategy = CommOptDDPStrategy(**TOPK, timeout=timedelta(seconds=2))  # for rank 1's process lives on
-        trainer = make_trainer(world, strategy, callbacks=[rescue], enable_checkpointing=True)
-        with pytest.raises(CheckpointError) as caught:
-            trainer.fit(Breaks(), Batches(rank, 4))
-        return str(caught.value), str(caught.value.__context__)
+KILLED = """
+import os, signal, sys
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning_commopt import CommOptDDPStrategy
+from tests.lightning.fits import Batches, Regression
 
+class Dies(TorchCheckpointIO):
+    saves = 0
 
-@pytest.mark.filterwarnings(
-    "ignore:.*was called without a model:UserWarning", "ignore:.*no last checkpoint:UserWarning"
+    def save_checkpoint(self, *args, **kwargs):
+        self.saves += 1
+        if self.saves == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().save_checkpoint(*args, **kwargs)
+
+class Save(pl.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        trainer.save_checkpoint(sys.argv[1])
+
+strategy = CommOptDDPStrategy("topk", density=0.05)
+trainer = pl.Trainer(
+    strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
+    enable_checkpointing=False, enable_model_summary=False, callbacks=[Save()], plugins=[Dies()],
 )
-def test_an_exception_on_one_rank_is_saved_without_waiting_for_ever(workers: Workers, tmp_path: Path) -> None:
-    (first, lost), (second, broken) = workers.run(break_down, folder=tmp_path)
-    print(first, lost, second, broken)
-    assert "did not come within 0.5 s" in first
-    assert "did not come within 0.5 s" in second
-    assert "commopt" not in torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+trainer.fit(Regression(), Batches(0, 4))
+"""
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+def test_a_kill_within_a_save_leaves_the_one_before(workers: Workers, tmp_path: Path) -> None:
+    script, path = tmp_path / "killed.py", tmp_path / "last.ckpt"
+    script.write_text(KILLED)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(list(path.with_name("last.ckpt.commopt").iterdir())) == 2  # the next one's was written already
+    assert workers.run(resume_from, world=1, path=path) == [[]]
+    workers.run(save, world=1, path=path)
+    assert len(list(path.with_name("last.ckpt.commopt").iterdir())) == 1
