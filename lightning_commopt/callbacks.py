@@ -168,9 +168,10 @@ class Guarding(Callback):
         supervisor = _supervisor(trainer)
         if supervisor is None or trainer.sanity_checking:
             return
-        value = trainer.callback_metrics.get(self.monitor) if self.enabled and self.monitor else None
-        if value is not None:
-            supervisor.validation(float(value))
+        if self.enabled and self.monitor:
+            value = trainer.callback_metrics.get(self.monitor)
+            if trainer.strategy.reduce_boolean_decision(value is not None):  # some models log on rank 0 only
+                supervisor.validation(float(value))
         _restart_clock(trainer)
 
 

@@ -178,7 +178,8 @@ class Supervised(DDPStrategy):
             return True
         self.supervisor.engine.say_once(
             f"{path} is saved without the state of commopt, which lies beside a checkpoint on a local file system that "
-            "is written at once. After a resume residuals begin at zero."
+            "is written at once. After a resume residuals begin at zero.",
+            kind="no sidecar",
         )
         return False
 

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -240,6 +241,28 @@ def test_a_fit_is_saved_at_any_time_by_all_ranks(workers: Workers, tmp_path: Pat
     assert "alone.ckpt has no state of commopt: rank 1 of 2 did not come within 0.5 s. Call save on every rank" in said
     for name in ("alone", "on_exception"):  # all that is Lightning's is there
         assert "commopt" not in torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+
+
+def save_elsewhere(rank: int, world: int, folder: Path) -> list[str]:
+    with rank_of_the_group(rank), warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", category=CommOptWarning)
+        trainer = make_trainer(world, CommOptDDPStrategy(**TOPK))
+        trainer.fit(Regression(), Batches(rank, 2))
+        for name in ("one", "two"):
+            trainer.save_checkpoint(f"memory://{name}.ckpt")
+            trainer.strategy.remove_checkpoint(f"memory://{name}.ckpt")
+        later = AsyncCheckpointIO()
+        trainer = make_trainer(world, CommOptDDPStrategy(**TOPK), plugins=[later])
+        trainer.fit(Regression(), Batches(rank, 2))
+        trainer.save_checkpoint(folder / "later.ckpt")
+        later.teardown()
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_has_no_place_for_a_sidecar_says_so_once(workers: Workers, tmp_path: Path) -> None:
+    for warned in workers.run(save_elsewhere, folder=tmp_path):
+        assert [text.split(": ")[1].split(".ckpt")[0].rpartition("/")[2] for text in warned] == ["one", "later"]
+    assert [path.name for path in tmp_path.iterdir()] == ["later.ckpt"]
 
 
 KILLED = """

@@ -183,6 +183,25 @@ def test_losses_and_samples_are_those_of_the_user(workers: Workers, parts: int) 
     assert [record.samples for record in mine] == [8.0 * parts] * (12 // parts)
 
 
+class ValidatedOnOne(Regression):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        if self.global_rank == 0:
+            self.log("val_loss", self.loss(batch), rank_zero_only=True)
+
+
+def anchor(rank: int, world: int, model: type[Regression]) -> tuple[list[float], float]:
+    trainer = fit(rank, world, model, strategy="commopt_ddp_none")
+    return trainer.strategy.supervisor.guard.state_dict()["anchor"], float(trainer.callback_metrics.get("val_loss", 0))
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
+def test_the_guard_hears_of_the_validation_loss_where_all_ranks_have_it(workers: Workers) -> None:
+    (first, loss), (second, other) = workers.run(anchor, model=Validated)
+    assert first == second == [pytest.approx(loss)] == [pytest.approx(other)]
+    (first, _), (second, _) = workers.run(anchor, model=ValidatedOnOne)
+    assert first == second == []
+
+
 def scaled(rank: int, world: int) -> tuple[list[StepRecord], list[float]]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
     return records(rank, world, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
