@@ -39,12 +39,13 @@ AGREED = ("step", "next plan", "checksum")  # what `encode` takes as ``same``, i
 class Result:
     """What all ranks know after the vote, bit for bit the same.
 
-    ``gradient_norm`` is the largest that a rank computed, ``loss`` the mean over the ranks that told theirs, and
+    ``owed`` says whether residuals wait on some rank, ``gradient_norm`` is the largest that a rank computed, ``loss`` the mean over the ranks that told theirs, and
     ``disputed`` those of `AGREED` that ranks do not agree on.
     """
 
     failure: Failure
     wish: Wish
+    owed: bool
     gradient_norm: float
     finite: bool
     loss: float | None
@@ -57,11 +58,19 @@ def fingerprint(text: str) -> int:
 
 
 def encode(
-    failure: Failure, wish: Wish, same: tuple[int, int, Tensor], norm: Tensor, loss: Tensor, rank: int, world: int
+    failure: Failure,
+    wish: Wish,
+    owes: bool,
+    same: tuple[int, int, Tensor],
+    norm: Tensor,
+    loss: Tensor,
+    rank: int,
+    world: int,
 ) -> Tensor:
     """The vector that a rank hands to the vote: int64, on the device of ``norm``, without waiting for that device.
 
     Args:
+        owes: whether residuals of this rank will wait after this step.
         same: what has to agree, see `AGREED`; the last one is an int64 scalar on the device.
         norm: scalar of the mean gradient.
         loss: scalar of this rank; NaN for none.
@@ -70,7 +79,7 @@ def encode(
     norm_bits, loss_bits = floats.view(torch.int32).long().unbind()
     told = torch.where(loss.isfinite().to(norm.device), loss_bits, torch.full_like(loss_bits, ABSENT))
     step, plan, checksum = same
-    host = torch.tensor([failure, wish, step, -step, plan, -plan], dtype=torch.int64, device=norm.device)
+    host = torch.tensor([failure, wish, owes, step, -step, plan, -plan], dtype=torch.int64, device=norm.device)
     places = torch.full((world,), ABSENT, dtype=torch.int64, device=norm.device)
     places[rank] = told
     return torch.cat([host, torch.stack([checksum, -checksum, norm_bits & 0x7FFFFFFF]), places])
@@ -78,13 +87,14 @@ def encode(
 
 def decode(votes: list[int]) -> Result:
     """Reads the maxima over all ranks."""
-    failure, wish, *rest = votes
+    failure, wish, owed, *rest = votes
     pairs, norm_bits, places = rest[:6], rest[6], rest[7:]
     disputed = [name for name, high, low in zip(AGREED, pairs[::2], pairs[1::2], strict=True) if high != -low]
     losses = [_float(bits) for bits in places if bits != ABSENT]
     return Result(
         failure=Failure(failure),
         wish=Wish(wish),
+        owed=bool(owed),
         gradient_norm=_float(norm_bits),
         finite=norm_bits < INFINITE,
         loss=math.fsum(losses) / len(losses) if losses else None,

@@ -151,8 +151,8 @@ class Engine:
         self.residuals.commit()
         self._fidelity.commit()
         self.warm.update(step.warm)
-        if step.taken:
-            self._owed = self.plan.feedback and not self.plan.lossless
+        if step.taken and step.result:
+            self._owed = step.result.owed
 
     def skip(self) -> None:
         """Forgets what the last step staged, for a step that is not taken. Call it on all ranks."""
@@ -266,6 +266,7 @@ class Engine:
         if bucket.index == 0 or self._step.ended:
             self._begin_step()
         self._step.layout.append(bucket.names)
+        self._step.idle |= bool(bucket.idle)
         if bucket.last:
             self._step.ready = self._executor.mark()
         return self._executor.submit(lambda: self._job(bucket), bucket.buffer)
@@ -446,6 +447,7 @@ class Engine:
         votes = encode(
             failure=kind_of(step.failure),
             wish=wish,
+            owes=(step.idle or not self.plan.lossless) if self.plan.feedback else self._owed,
             same=(step.number, fingerprint(repr(planned)), sum(step.checksums, zero.long())),
             norm=torch.stack([each for _, each in step.norms]).norm() if step.norms else zero,
             loss=torch.stack([loss.to(self._device) for loss in losses]).mean() if losses else zero + math.nan,

@@ -42,6 +42,7 @@ class Step:
     norms: list[tuple[Bucket, Tensor]] = field(default_factory=list)
     checksums: list[Tensor] = field(default_factory=list)
     squares: list[Tensor] = field(default_factory=list)  # of residuals and contributions, where they are measured
+    idle: bool = False  # whether a parameter took no part, so that its residual stays
     failure: tuple[Bucket, BaseException] | None = None
     error: CommOptError | None = None
     warm: dict[str, Tensor] = field(default_factory=dict)

@@ -12,12 +12,18 @@ from commopt.ballot import Failure, Result, Wish, decode, encode
 Rank = tuple[Failure, Wish, float, float]
 
 
-def vote(ranks: list[Rank], steps: list[int] | None = None, checksums: list[int] | None = None) -> Result:
+def vote(
+    ranks: list[Rank],
+    steps: list[int] | None = None,
+    checksums: list[int] | None = None,
+    owes: list[bool] | None = None,
+) -> Result:
     """What the ranks decide: failure, wish, gradient norm and loss of each."""
     ballots = [
         encode(
             failure,
             wish,
+            owes[rank] if owes else False,
             (steps[rank] if steps else 3, 77, torch.tensor(checksums[rank] if checksums else 5)),
             torch.tensor(norm),
             torch.tensor(loss),
@@ -56,6 +62,12 @@ def test_a_loss_that_nobody_told_is_none_and_one_of_two_counts_alone() -> None:
     silent = (Failure.NONE, Wish.NONE, 1.0, math.nan)
     assert vote([silent, silent]).loss is None
     assert vote([silent, (Failure.NONE, Wish.NONE, 1.0, -4.5)]).loss == -4.5
+
+
+def test_residuals_that_wait_on_one_rank_wait() -> None:
+    quiet = (Failure.NONE, Wish.NONE, 1.0, 2.0)
+    assert not vote([quiet, quiet], owes=[False, False]).owed
+    assert vote([quiet, quiet], owes=[False, True]).owed
 
 
 def test_what_ranks_do_not_agree_on_is_named() -> None:

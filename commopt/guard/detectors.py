@@ -92,20 +92,27 @@ class Spike:
         distance = value - centre
         if distance <= self.MARGIN * self._shown.largest():
             return None
-        robust = MAD * median(abs(entry - centre) for entry in self._sorted)
         floor = self.FLOOR if relative else self.FLOOR * abs(centre)
-        sigmas = distance / max(pstdev(self._sorted), robust, floor, TINY)
+        sigmas = distance / max(pstdev(self._sorted), self._robust(centre), floor, TINY)
         return sigmas if sigmas > self.sigma else None
 
     def accept(self, value: float) -> None:
         """Adds ``value`` to the window."""
         self._shown.tick()
-        if self._sorted:
+        judged = len(self._values) == self.window
+        if judged:
             self._shown.add(max(value - self._median(), 0.0))
-        if len(self._values) == self.window:
             del self._sorted[bisect_left(self._sorted, self._values[0])]
         self._values.append(value)
         insort(self._sorted, value)
+        if not judged and len(self._values) == self.window:
+            # Nothing was judged so far: what may have been trouble must not pass for ordinary noise.
+            centre = self._median()
+            distance = min(self._sorted[-1] - centre, self.sigma * self._robust(centre))
+            self._shown.add(distance)
+
+    def _robust(self, centre: float) -> float:
+        return MAD * median(abs(entry - centre) for entry in self._sorted)
 
     def _median(self) -> float:
         half = len(self._sorted) // 2

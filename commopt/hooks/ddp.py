@@ -135,7 +135,8 @@ class Handle:
         self.engine.request(compress=False)
 
     def enable(self) -> None:
-        """Compresses again, on all ranks from the same step."""
+        """Compresses again, on all ranks from the same step; also where a guard has switched compression off, until
+        that guard has its next word."""
         self.engine.request(compress=True)
 
     def stats(self) -> Stats:

@@ -364,6 +364,26 @@ def test_idle_parameters_keep_their_residuals(workers: Workers, world: int, name
     workers.run(idle, world, name=name, options=options)
 
 
+def idle_at_the_switch(rank: int, world: int) -> None:
+    """The residual of a parameter that is idle on one rank when compression ends is delivered when it takes part."""
+    with running(Plan(create("topk"), feedback=True)) as engine:
+        exchange(engine, gradients(rank, 0, SHAPES))
+        engine.adopt(engine.uncompressed(), at_once=True)
+        zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        idle_here = frozenset({"b"}) if rank == 1 else frozenset()
+        exchange(engine, {name: value.clone() for name, value in zeros.items()}, idle=idle_here)
+        owed = summed(residuals(engine)["b"])
+        assert owed.any()
+        mean, _ = exchange(engine, {name: value.clone() for name, value in zeros.items()})
+        torch.testing.assert_close(mean["b"].double(), owed, rtol=1e-5, atol=1e-6)
+        exchange(engine, {name: value.clone() for name, value in zeros.items()})
+        assert not engine.plan.feedback
+
+
+def test_a_residual_that_was_idle_at_the_switch_is_delivered_later(workers: Workers) -> None:
+    workers.run(idle_at_the_switch, world=2)
+
+
 def stale(rank: int, world: int) -> None:
     with running(Plan(create("topk"), feedback=True)) as engine:
         exchange(engine, gradients(rank, 0, SHAPES))
@@ -471,7 +491,7 @@ def count(rank: int, world: int) -> Stats:
 def test_stats_add_up(workers: Workers, world: int) -> None:
     rows = [-(-numel // 256) for numel in (3200, 300, 1001)]
     sent = sum(rows) * 36 if world == 2 else 4 / 3 * sum(-(-r // 3) * 3 * 36 for r in rows) if world == 3 else 0.0
-    vote = Transfer("all_reduce", 9 + world, torch.int64).sent(world)
+    vote = Transfer("all_reduce", 10 + world, torch.int64).sent(world)
     for stats in workers.run(count, world):
         assert (stats.steps, stats.skipped_steps) == (5, 0)
         assert stats.bytes_sent == pytest.approx(5 * (sent + vote))

@@ -81,6 +81,14 @@ def test_no_spike_before_the_window_is_full() -> None:
     assert actions(run.go(64) + run.go(1, gradient_norm=30.0)) == ["skip"]
 
 
+def test_trouble_while_the_window_fills_is_not_taken_for_noise() -> None:
+    run = Run()
+    run.go(100)
+    assert actions(run.go(1, gradient_norm=100.0)) == []
+    run.go(100)
+    assert actions(run.go(1, gradient_norm=100.0)) == ["skip"]
+
+
 def test_what_falls_is_no_spike() -> None:
     run = Run()
     assert actions(run.go(200) + run.go(5, gradient_norm=0.001, loss=0.1)) == []

@@ -23,7 +23,7 @@ def plain_bits(rank: int, world: int, dtype: torch.dtype) -> int:
             train(plain, optimizers[0], rank, range(step, step + 1), dtype)
             train(ours, optimizers[1], rank, range(step, step + 1), dtype)
             assert equal(parameters(ours), parameters(plain)), step
-        talk = (world - 1) * 32 + 24 * 2 * (world - 1) / world * (9 + world) * 8  # a hash, and 24 votes
+        talk = (world - 1) * 32 + 24 * 2 * (world - 1) / world * (10 + world) * 8  # a hash, and 24 votes
         assert handle.stats().bytes_sent == pytest.approx(handle.stats().bytes_uncompressed + talk)
         return len(handle.engine._layouts)
 
