@@ -183,8 +183,9 @@ def _check_strategy(callback: Callback, trainer: Any) -> None:
 
 
 def _supervisor(trainer: Any) -> Supervisor | None:
-    supervisor: Supervisor | None = getattr(trainer.strategy, "supervisor", None)
-    return supervisor
+    """That of the fit under way; there may be one left from an earlier fit."""
+    supervisor: Supervisor | None = trainer.strategy.supervisor
+    return supervisor if trainer.state.fn == "fit" else None
 
 
 def _restart_clock(trainer: Any) -> None:

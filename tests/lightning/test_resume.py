@@ -12,6 +12,7 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
+import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -19,12 +20,14 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import lightning_commopt.pytorch_lightning
 from commopt import CommOptWarning
 from commopt.compressors import available
 from commopt.errors import CheckpointError
 from lightning_commopt import CommOptDDPStrategy
 from tests.lightning.fits import Batches, Regression, flat, handle_of, make_trainer, rank_of_the_group
 from tests.lightning.test_rollback import Points
+from tests.lightning.test_training import Line
 from tests.workers import Workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")  # a resumed fit saves elsewhere
@@ -88,6 +91,24 @@ def test_without_the_sidecar_residuals_begin_at_zero_and_that_is_said(workers: W
         assert not same
         assert len(warned) == 1
         assert "comes without the state of commopt" in warned[0]
+
+
+def resume_in_the_other_package(rank: int, world: int, folder: Path) -> tuple[bool, list[str]]:
+    weights, package = [], pytorch_lightning
+    data = DataLoader(Points(6 * 8 * world), batch_size=8, shuffle=True)
+    with rank_of_the_group(rank), warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", category=CommOptWarning)
+        for name, ckpt_path in (("whole", None), ("resumed", folder / "whole" / "epoch=0.ckpt")):
+            keep = package.callbacks.ModelCheckpoint(folder / name, "{epoch}", save_top_k=-1)
+            strategy, model = lightning_commopt.pytorch_lightning.CommOptDDPStrategy(**TOPK), Line()
+            how: dict[str, Any] = {"callbacks": [keep], "enable_checkpointing": True, "max_epochs": 2}
+            make_trainer(world, strategy, package, **how).fit(model, data, ckpt_path=ckpt_path)
+            weights.append(flat(model))
+    return torch.equal(*weights), [str(warning.message) for warning in caught]
+
+
+def test_the_other_package_goes_on_too(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(resume_in_the_other_package, folder=tmp_path) == [(True, [])] * 2
 
 
 # ------------------------------------------------------------------------------------------- files, and other files

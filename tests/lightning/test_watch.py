@@ -264,6 +264,19 @@ def test_validation_alone_needs_no_watch(workers: Workers) -> None:
     assert workers.run(evaluate, world=2) == [True, True]
 
 
+def fit_and_evaluate(rank: int, world: int) -> list[int]:
+    trainer = fit(rank, world, strategy="commopt_ddp_none")
+    with rank_of_the_group(rank):
+        trainer.validate(Validated(), Batches(rank, 2), verbose=False)
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(Validated(), Batches(rank, 2), Batches(rank, 2))
+    return [trainer.strategy.supervisor.engine.step, len(trainer.callbacks)]
+
+
+def test_validation_after_a_fit_is_not_the_guards_business(workers: Workers) -> None:
+    assert workers.run(fit_and_evaluate, world=2) == [[1, 2]] * 2
+
+
 def copies(rank: int, world: int) -> list[tuple[str, bool]]:
     strategy = fit(rank, world, strategy=CommOptDDPStrategy("topk", density=0.05)).strategy
     made = [copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))]  # noqa: S301
