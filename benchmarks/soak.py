@@ -39,7 +39,7 @@ from benchmarks.loopback import Loopback
 from benchmarks.parity import LR_WARM_UP, evaluate
 from benchmarks.variants import TIMEOUT, Variant
 from commopt.guard import GuardConfig
-from commopt.snapshot import RandomState, Stateful, fingerprint
+from commopt.resume.snapshot import RandomState, Stateful, fingerprint
 from commopt.supervisor import Supervisor
 from recipes.gpt.train import GPT, GPTConfig, batches, load_text, next_token_loss, warmup_cosine
 from tests.faults.injector import At, Faults

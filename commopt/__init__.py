@@ -3,6 +3,7 @@
 from commopt import compressors
 from commopt.collectives import all_gather, all_reduce, reduce_scatter
 from commopt.config import CommOptConfig
+from commopt.engine.step import Stats
 from commopt.errors import (
     AttachError,
     CheckpointError,
@@ -17,8 +18,7 @@ from commopt.errors import (
 from commopt.guard import GuardConfig
 from commopt.hooks.ddp import Handle, attach
 from commopt.monitor import Monitor
-from commopt.snapshot import RandomState
-from commopt.step import Stats
+from commopt.resume.snapshot import RandomState
 from commopt.supervisor import Supervisor
 
 __all__ = [

@@ -20,7 +20,7 @@ from commopt.guard import Guard, GuardConfig, Verdict
 from commopt.hooks.ddp import Handle
 from commopt.monitor import Monitor, Window
 from commopt.records import Action, Event, StepRecord
-from commopt.snapshot import SnapshotRing, Stateful, fingerprint, share_of_memory
+from commopt.resume.snapshot import SnapshotRing, Stateful, fingerprint, share_of_memory
 
 DEFAULT = GuardConfig()
 

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from commopt.errors import ConfigError
 from commopt.guard import GuardConfig
-from commopt.metrics import CommunicationMetrics
 from commopt.monitor import Monitor, Window, render
-from commopt.snapshot import SnapshotRing
+from commopt.monitor.metrics import CommunicationMetrics
+from commopt.resume.snapshot import SnapshotRing
 from commopt.supervisor import Supervisor
 
 if TYPE_CHECKING:

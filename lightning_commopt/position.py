@@ -1,11 +1,11 @@
-"""Where a fit stands: the progress of Lightning's loops and the place in the data, as a `commopt.snapshot.Stateful`."""
+"""Where a fit stands: the progress of Lightning's loops and the place in the data, to be saved and restored."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from commopt.snapshot import RandomState
+from commopt.resume.snapshot import RandomState
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from commopt import Handle
-from commopt import checkpoint as sidecar
 from commopt.collectives.agreement import share_text
 from commopt.errors import CheckpointError
 from commopt.records import Event
-from commopt.snapshot import Stateful
+from commopt.resume import checkpoint as sidecar
+from commopt.resume.snapshot import Stateful
 from commopt.supervisor import Supervisor
 from lightning_commopt.callbacks import Guarding, Monitoring
 from lightning_commopt.position import Generators, Position, Weights

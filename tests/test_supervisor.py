@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import commopt
 from commopt.guard import GuardConfig
 from commopt.records import Action
-from commopt.snapshot import RandomState
+from commopt.resume.snapshot import RandomState
 from commopt.supervisor import Supervisor
 from tests.engine.steps import same_on_all_ranks
 from tests.hooks.training import MLP, SMALL_BUCKETS, attached, equal, loss_of, parameters, train

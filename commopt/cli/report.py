@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from commopt.errors import ConfigError
-from commopt.summary import render
+from commopt.monitor.summary import render
 
 
 def add_to(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -30,7 +30,7 @@ def add_to(commands: "argparse._SubParsersAction[Any]") -> None:
 def run(options: argparse.Namespace) -> None:
     """Writes what was asked for."""
     try:
-        from commopt.report import read, write
+        from commopt.monitor.report import read, write
     except ImportError as error:
         raise ConfigError(f"commopt report needs {error.name}: pip install 'commopt[report]'.") from error
     page = options.out or options.directory / "commopt.html"

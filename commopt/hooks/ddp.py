@@ -18,14 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from commopt.bucket import Bucket
 from commopt.collectives.agreement import check_agreement
 from commopt.config import CommOptConfig
 from commopt.engine import Engine
+from commopt.engine.bucket import Bucket
+from commopt.engine.step import Stats
 from commopt.errors import AttachError
 from commopt.plan import Plan
 from commopt.records import StepRecord
-from commopt.step import Stats
 
 
 class GradScaler(Protocol):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from commopt.bucket import Bucket
 from commopt.engine import Engine
+from commopt.engine.bucket import Bucket
 from commopt.plan import Plan
 
 CPU = torch.device("cpu")

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.bucket import Bucket
 from commopt.collectives.wire import Transfer
 from commopt.compressors import Compressor, available, create
 from commopt.compressors.blocks import Int8
 from commopt.compressors.lowrank import PowerSGD
 from commopt.engine import Engine
+from commopt.engine.bucket import Bucket
+from commopt.engine.step import Stats
 from commopt.errors import CommOptWarning, ExchangeError
 from commopt.plan import Plan
-from commopt.step import Stats
 from tests.engine.steps import Tensors, exchange, gradients, make_engine, same_on_all_ranks, summed
 from tests.workers import Workers
 

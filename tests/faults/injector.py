@@ -23,9 +23,9 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from commopt.bucket import Bucket
 from commopt.compressors import RoundsCompressor
 from commopt.engine import Engine
+from commopt.engine.bucket import Bucket
 from commopt.layout import Layout
 from commopt.plan import Plan
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import commopt
 from commopt.errors import CommOptWarning, ExchangeError
 from commopt.guard import GuardConfig
-from commopt.snapshot import RandomState, Stateful
+from commopt.resume.snapshot import RandomState, Stateful
 from commopt.supervisor import Supervisor
 from tests.engine.steps import same_on_all_ranks
 from tests.faults.injector import Faults

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from commopt.report import read, write
+from commopt.monitor.report import read, write
 from tests.monitor.pages import Page
 from tests.monitor.runs import ATTACK, eventful
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commopt import metrics
-from commopt.metrics import CommunicationMetrics
-from commopt.monitor import Monitor, Totals
+from commopt.monitor import Monitor, Totals, metrics
+from commopt.monitor.metrics import CommunicationMetrics
 from commopt.records import StepRecord
 from tests.monitor.runs import COMPRESSED, PLAIN, steps
 from tests.workers import Workers

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from commopt.errors import CheckpointError, CommOptWarning, ConfigError
 from commopt.monitor import FILE_NAME, Monitor, Summary, Totals, Window
+from commopt.monitor.summary import add_up
 from commopt.records import Event, StepRecord
-from commopt.summary import add_up
 from tests.monitor.runs import COMPRESSED, PLAIN, steps
 
 SKIP = Event(3, "skip", "a spike")

@@ -12,8 +12,8 @@ import pytest
 from matplotlib.image import imread
 
 from commopt.monitor import FILE_NAME, Monitor
+from commopt.monitor.report import FEW, MANY, ReportError, _split, _thinned, draw, read, write
 from commopt.records import Event
-from commopt.report import FEW, MANY, ReportError, _split, _thinned, draw, read, write
 from tests.monitor.pages import Page
 from tests.monitor.runs import COMPRESSED, PLAIN, eventful, steps
 

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from commopt.monitor import Monitor, Summary, advice, render
+from commopt.monitor.summary import SHOWN_EVENTS, seconds, size
 from commopt.records import Event, StepRecord
-from commopt.summary import SHOWN_EVENTS, seconds, size
 from tests.monitor.runs import ATTACK, COMPRESSED, PLAIN
 
 

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commopt.checkpoint import load, prune, reference, remove, save, save_id_of
 from commopt.errors import CheckpointError
-from commopt.snapshot import RandomState
-from commopt.trees import digest
-from tests.state.cases import same, trees
+from commopt.resume.checkpoint import load, prune, reference, remove, save, save_id_of
+from commopt.resume.snapshot import RandomState
+from commopt.resume.trees import digest
+from tests.resume.cases import same, trees
 
 ID, OTHER = "0123456789ab", "ba9876543210"
 TREE = {

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from commopt.executors import ThreadExecutor, make_executor
+from commopt.engine.executors import ThreadExecutor, make_executor
 
 
 def test_jobs_run_in_order_on_one_thread_without_gradients() -> None:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from commopt.monitor.summary import Totals, Window
 from commopt.records import StepRecord
-from commopt.summary import Totals, Window
 
 
 class CommunicationMetrics(Metric):

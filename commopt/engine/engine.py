@@ -21,22 +21,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from commopt.ballot import Failure, Result, Wish, decode, encode, fingerprint
-from commopt.bucket import Bucket, put_back, regroup
 from commopt.collectives.agreement import share_text
 from commopt.collectives.exchange import Scratch, exchange, make_layout, transfers
 from commopt.collectives.rollcall import missing_ranks
 from commopt.collectives.wire import Transfer, Wire, WireError
 from commopt.compressors import create
+from commopt.engine.ballot import Failure, Result, Wish, decode, encode, fingerprint
+from commopt.engine.bucket import Bucket, put_back, regroup
+from commopt.engine.executors import make_executor
+from commopt.engine.fidelity import Fidelity
+from commopt.engine.state import check_state
+from commopt.engine.step import Stats, Step, checksum, kind_of, norm
 from commopt.errors import CommOptWarning, ExchangeError, MismatchError
-from commopt.executors import make_executor
 from commopt.feedback import Residuals
-from commopt.fidelity import Fidelity
 from commopt.layout import Layout
 from commopt.plan import Plan
 from commopt.records import StepRecord
-from commopt.state import check_state
-from commopt.step import Stats, Step, checksum, kind_of, norm
 
 
 class Engine:
@@ -440,7 +440,7 @@ class Engine:
         self._deliver(bucket)
 
     def _vote(self) -> None:
-        """The last word of a step, see `commopt.ballot`; what is decided here holds on all ranks from the next step."""
+        """The last word of a step; what is decided here holds on all ranks from the next step on."""
         step, wish, planned = self._step, self._wish, self.planned
         losses, self._losses = self._losses, []
         zero = torch.zeros((), device=self._device)

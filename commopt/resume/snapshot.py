@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from commopt.errors import CheckpointError, CommOptWarning, ConfigError
-from commopt.trees import digest
+from commopt.resume.trees import digest
 
 
 class Stateful(Protocol):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from commopt.errors import CheckpointError, CommOptWarning, ConfigError
-from commopt.snapshot import RandomState, SnapshotRing, Stateful, fingerprint
-from tests.state.cases import same
+from commopt.resume.snapshot import RandomState, SnapshotRing, Stateful, fingerprint
+from tests.resume.cases import same
 
 ROOM = 1 << 30
 

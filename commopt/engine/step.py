@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commopt.ballot import Failure, Result
-from commopt.bucket import Bucket
+from commopt.engine.ballot import Failure, Result
+from commopt.engine.bucket import Bucket
+from commopt.engine.fidelity import WINDOW
 from commopt.errors import CommOptError
-from commopt.fidelity import WINDOW
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commopt.ballot import Failure, Result, Wish, decode, encode
+from commopt.engine.ballot import Failure, Result, Wish, decode, encode
 
 Rank = tuple[Failure, Wish, float, float]
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commopt.errors import CheckpointError
-from commopt.trees import DEEPEST, digest, pack, unpack
-from tests.state.cases import same, trees
+from commopt.resume.trees import DEEPEST, digest, pack, unpack
+from tests.resume.cases import same, trees
 
 
 class Colour(enum.IntEnum):

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from commopt.errors import CheckpointError, CommOptWarning, ConfigError
-from commopt.plain import from_plain, to_plain
+from commopt.monitor.plain import from_plain, to_plain
+from commopt.monitor.summary import Summary, Totals, Window, add_up
 from commopt.records import Event, StepRecord
-from commopt.summary import Summary, Totals, Window, add_up, advice, render
-
-__all__ = ["FILE_NAME", "Monitor", "Run", "Summary", "Totals", "Window", "advice", "render"]
 
 FILE_NAME = "commopt.jsonl"
 VERSION = 1

@@ -6,14 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from commopt.checkpoint import load, save_id_of
-from tests.state import killed
+from commopt.resume.checkpoint import load, save_id_of
+from tests.resume import killed
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_a_kill_leaves_the_old_pair_or_the_new_one(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tests/state/killed.py"), str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tests/resume/killed.py"), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -24,9 +24,9 @@ from matplotlib.ticker import EngFormatter, Formatter, MaxNLocator, PercentForma
 
 from commopt.errors import CommOptError
 from commopt.monitor import FILE_NAME, VERSION, Run
-from commopt.plain import from_plain
+from commopt.monitor.plain import from_plain
+from commopt.monitor.summary import COLUMNS, Summary, Totals, Window, add_up, cells, described, seconds, size
 from commopt.records import Event
-from commopt.summary import COLUMNS, Summary, Totals, Window, add_up, cells, described, seconds, size
 
 INK, LINE, PAPER = "#24292f", "#d0d7de", "#ffffff"
 BLUE, ORANGE, GREEN, PURPLE = "#3b82f6", "#d9730d", "#1f9d6b", "#9b6ef3"
@@ -221,7 +221,7 @@ def write(log: Log, page: Path, picture: Path | None = None, gpu_hour_price: flo
 
 def render_page(log: Log, summary: Summary, figure: Figure) -> str:
     """The page as text. It loads nothing and runs no script, and says so to the browser."""
-    template = files("commopt").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    template = files("commopt.monitor").joinpath("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     total = summary.total
     tiles = {

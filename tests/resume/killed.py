@@ -14,7 +14,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from commopt.checkpoint import prune, reference, save
+from commopt.resume.checkpoint import prune, reference, save
 
 OLD, NEW, WORLD = "0" * 12, "1" * 12, 2
 

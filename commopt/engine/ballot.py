@@ -39,8 +39,8 @@ AGREED = ("step", "next plan", "checksum")  # what `encode` takes as ``same``, i
 class Result:
     """What all ranks know after the vote, bit for bit the same.
 
-    ``owed`` says whether residuals wait on some rank, ``gradient_norm`` is the largest that a rank computed, ``loss`` the mean over the ranks that told theirs, and
-    ``disputed`` those of `AGREED` that ranks do not agree on.
+    ``owed`` says whether residuals wait on some rank, ``gradient_norm`` is the largest that a rank computed, ``loss``
+    the mean over the ranks that told theirs, and ``disputed`` those of `AGREED` that ranks do not agree on.
     """
 
     failure: Failure

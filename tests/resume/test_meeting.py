@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from commopt import checkpoint
-from commopt.checkpoint import agree_on_save, load, save_together
 from commopt.errors import CheckpointError
+from commopt.resume import checkpoint
+from commopt.resume.checkpoint import agree_on_save, load, save_together
 from tests.workers import Workers
 
 

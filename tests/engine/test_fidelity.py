@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from commopt.collectives.wire import Wire
-from commopt.fidelity import COORDINATES, Fidelity
+from commopt.engine.fidelity import COORDINATES, Fidelity
 from tests.workers import Workers
 
 

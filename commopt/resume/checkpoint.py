@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from commopt.errors import CheckpointError
-from commopt.trees import Tree, digest, pack, unpack
+from commopt.resume.trees import Tree, digest, pack, unpack
 
 VERSION = 1
 PathLike = str | os.PathLike[str]
