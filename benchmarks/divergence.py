@@ -30,7 +30,7 @@ from benchmarks import results
 from benchmarks.loopback import Loopback
 from benchmarks.parity import LIMIT, LR_WARM_UP, evaluate
 from benchmarks.variants import TIMEOUT, Variant
-from recipes.gpt.train import GPT, SIZES, batches, load_text, next_token_loss, warmup_cosine
+from recipes.gpt.train import GPT, SIZES, Batches, load_text, next_token_loss, warmup_cosine
 
 RANKS = 2
 MODES = ("uncompressed", "unguarded", "guarded")
@@ -93,10 +93,10 @@ def train(
     supervisor = None
     if mode == "guarded":
         supervisor = commopt.Supervisor(handle, {"model": model, "optimizer": optimizer, "schedule": schedule})
+    data = Batches(tokens, config.block_size, args.batch_size, case.steps, args.seed, dist.get_rank())
     step, taken = 0, 0
     while step < case.steps:
-        stream = batches(tokens, config.block_size, args.batch_size, args.seed + 7919 * step, dist.get_rank())
-        inputs, targets = next(stream)
+        inputs, targets = data[step]
         loss = next_token_loss(wrapped.ddp(inputs), targets)
         if supervisor:
             supervisor.observe(loss)

@@ -27,7 +27,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
@@ -133,6 +133,23 @@ def batches(
         yield windows[:, :-1], windows[:, 1:]
 
 
+class Batches(Dataset[tuple[Tensor, Tensor]]):
+    """``count`` random batches of a rank: the same for the same index, so that a run can go back and be repeated."""
+
+    def __init__(
+        self, tokens: Tensor, block_size: int, batch_size: int, count: int, seed: int = 0, rank: int = 0
+    ) -> None:
+        self.tokens, self.block_size, self.batch_size = tokens, block_size, batch_size
+        self.count, self.seed, self.rank = count, seed, rank
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64 [batch_size, block_size] each."""
+        return next(batches(self.tokens, self.block_size, self.batch_size, self.seed + 7919 * index, self.rank))
+
+
 def windows(tokens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """The text cut into inputs and targets, int64 [len(tokens) // block_size, block_size] each, without overlap."""
     count = (len(tokens) - 1) // block_size
@@ -142,14 +159,18 @@ def windows(tokens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 class TextData(pl.LightningDataModule):
     """Random batches to train on; for validation every rank takes its share of the windows, each exactly once."""
 
-    def __init__(self, train: Tensor, validation: Tensor, block_size: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, train: Tensor, validation: Tensor, block_size: int, batch_size: int, count: int, seed: int
+    ) -> None:
         super().__init__()
         self.train, self.validation = train, validation
-        self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
+        self.block_size, self.batch_size, self.count, self.seed = block_size, batch_size, count, seed
 
-    def train_dataloader(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         assert self.trainer is not None
-        return batches(self.train, self.block_size, self.batch_size, self.seed, self.trainer.global_rank)
+        rank = self.trainer.global_rank
+        data = Batches(self.train, self.block_size, self.batch_size, self.count, self.seed, rank)
+        return DataLoader(data, batch_size=None)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         assert self.trainer is not None
@@ -301,8 +322,7 @@ def main() -> None:
         devices=args.devices,
         num_nodes=args.num_nodes,
         precision=args.precision,
-        max_epochs=1,  # of a stream that does not end: the limit below is what counts
-        limit_train_batches=batches_in_all,
+        max_epochs=1,
         val_check_interval=min(args.val_every * args.accumulate, batches_in_all),
         num_sanity_val_steps=0,
         accumulate_grad_batches=args.accumulate,
@@ -313,7 +333,7 @@ def main() -> None:
         callbacks=[RichProgressBar(), StepCost()],
         enable_checkpointing=False,
     )
-    data = TextData(train, validation, config.block_size, args.batch_size, args.seed)
+    data = TextData(train, validation, config.block_size, args.batch_size, batches_in_all, args.seed)
     trainer.fit(LitGPT(config, args.lr, args.warmup), datamodule=data)
 
 

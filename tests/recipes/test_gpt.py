@@ -12,6 +12,7 @@ import torch
 from recipes.gpt.train import (
     GPT,
     SIZES,
+    Batches,
     GPTConfig,
     LitGPT,
     TextData,
@@ -98,6 +99,15 @@ def test_batches_follow_from_seed_and_rank() -> None:
     assert not torch.equal(first_two(0, 0)[0], first_two(0, 0)[1])
 
 
+def test_a_batch_can_be_drawn_again() -> None:
+    tokens = torch.arange(1000)
+    ours, theirs = (Batches(tokens, 16, 4, count=5, seed=3, rank=rank) for rank in range(2))
+    assert len(ours) == 5
+    assert torch.equal(ours[4][0], ours[4][0])
+    assert not torch.equal(ours[4][0], ours[3][0])
+    assert not torch.equal(ours[4][0], theirs[4][0])
+
+
 def test_targets_are_the_inputs_one_token_later() -> None:
     tokens = torch.arange(18)
     inputs, targets = next(batches(tokens, block_size=16, batch_size=64))
@@ -118,7 +128,7 @@ def test_validation_covers_the_split_in_any_precision() -> None:
     losses = {}
     for precision in ("32-true", "bf16-true"):
         torch.manual_seed(0)
-        data = TextData(tokens, tokens, TINY.block_size, batch_size=2, seed=0)  # so many batches that a bf16 sum stalls
+        data = TextData(tokens, tokens, TINY.block_size, 2, count=1, seed=0)  # so many windows that a bf16 sum stalls
         trainer = pl.Trainer(
             accelerator="cpu", precision=precision, logger=False, enable_progress_bar=False, enable_model_summary=False
         )
