@@ -99,17 +99,17 @@ class Spike:
     def accept(self, value: float) -> None:
         """Adds ``value`` to the window."""
         self._shown.tick()
-        judged = len(self._values) == self.window
-        if judged:
-            self._shown.add(max(value - self._median(), 0.0))
+        if self._sorted:
+            centre = self._median()
+            distance = max(value - centre, 0.0)
+            if len(self._values) < self.window:
+                # Nothing is judged yet: what may be trouble must not pass for ordinary noise.
+                distance = min(distance, self.sigma * self._robust(centre))
+            self._shown.add(distance)
+        if len(self._values) == self.window:
             del self._sorted[bisect_left(self._sorted, self._values[0])]
         self._values.append(value)
         insort(self._sorted, value)
-        if not judged and len(self._values) == self.window:
-            # Nothing was judged so far: what may have been trouble must not pass for ordinary noise.
-            centre = self._median()
-            distance = min(self._sorted[-1] - centre, self.sigma * self._robust(centre))
-            self._shown.add(distance)
 
     def _robust(self, centre: float) -> float:
         return MAD * median(abs(entry - centre) for entry in self._sorted)

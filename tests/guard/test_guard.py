@@ -89,6 +89,13 @@ def test_trouble_while_the_window_fills_is_not_taken_for_noise() -> None:
     assert actions(run.go(1, gradient_norm=100.0)) == ["skip"]
 
 
+def test_a_norm_that_falls_at_first_does_not_hide_a_spike() -> None:
+    run = Run()
+    for passed in range(200):
+        assert actions(run.go(1, factor=1.0 + 9.0 * math.exp(-passed / 40))) == []
+    assert actions(run.go(1, gradient_norm=50.0)) == ["skip"]
+
+
 def test_what_falls_is_no_spike() -> None:
     run = Run()
     assert actions(run.go(200) + run.go(5, gradient_norm=0.001, loss=0.1)) == []
