@@ -27,6 +27,11 @@ class Plan:
         feedback = compressor.wants_feedback if config.error_feedback is None else config.error_feedback
         return cls(compressor, feedback)
 
+    @classmethod
+    def uncompressed(cls) -> "Plan":
+        """The plan that compresses nothing."""
+        return cls(create("none"), feedback=False)
+
     def milder(self, rungs: int) -> "Plan":
         """The plan that is ``rungs`` further towards no compression; itself for 0."""
         if rungs == 0 or self.lossless:

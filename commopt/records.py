@@ -9,8 +9,7 @@ Action = Literal["skip", "fall_back", "re_arm", "roll_back", "stop", "note"]
 @dataclass(frozen=True)
 class StepRecord:
     """One step of the exchange, on one rank. Seconds are those of this rank; ``loss``, ``gradient_norm``, ``finite``,
-    ``out_of_memory``, ``corrupt``,
-    ``cosine`` and ``sign_agreement`` are the same on all ranks, bit for bit.
+    ``out_of_memory``, ``corrupt``, ``cosine`` and ``sign_agreement`` are the same on all ranks, bit for bit.
 
     Args:
         step: number of the exchange, from 0; it goes back when training is rolled back.
@@ -27,8 +26,8 @@ class StepRecord:
         bytes_uncompressed: what plain DDP would have handed to a ring all-reduce.
         corrupt: in checked mode, whether ranks received different mean gradients; the step is not taken.
         samples: what the trainer counts (samples or tokens) on this rank; None where it does not.
-        cosine: between the sums of delivered and of true mean gradients over the window that ends with this step, on a
-            sample of coordinates that all ranks share; None within a window.
+        cosine: between the sums of delivered and of true mean gradients over the window that ends before this step, on
+            a sample of coordinates that all ranks share; None within a window.
         sign_agreement: mean over those coordinates of the product of the signs of the two sums; None within a window.
         residual_ratio: norm of this rank's residuals over that of its contribution to the mean; None within a window.
     """
@@ -50,6 +49,11 @@ class StepRecord:
     cosine: float | None = None
     sign_agreement: float | None = None
     residual_ratio: float | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether the mean gradient may be used; where not, the step is not taken."""
+        return self.finite and not self.out_of_memory and not self.corrupt
 
     @property
     def compute_seconds(self) -> float:

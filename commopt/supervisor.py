@@ -19,6 +19,7 @@ from commopt.errors import CheckpointError, DivergenceError
 from commopt.guard import Guard, GuardConfig, Verdict
 from commopt.hooks.ddp import Handle
 from commopt.monitor import Monitor, Window
+from commopt.plan import Plan
 from commopt.records import Action, Event, StepRecord
 from commopt.resume.snapshot import SnapshotRing, Stateful, fingerprint, share_of_memory
 
@@ -36,6 +37,7 @@ class Supervisor:
             supervisor.observe(loss)
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
             step = supervisor.end_step(step)     # the next one, or an earlier one after a roll-back
 
     Args:
@@ -150,17 +152,16 @@ class Supervisor:
     def _judge(self, record: StepRecord) -> bool:
         """Called at the end of each backward; whether the step may be taken."""
         self.window = self.monitor.add(record) or self.window
-        if record.corrupt:
-            self._note(record.step, "skip", "ranks received different mean gradients")
+        if record.corrupt:  # the engine has said so
+            self.monitor.event(Event(record.step, "skip", "checksum: ranks received different mean gradients"))
             return False
-        usable = record.finite and not record.out_of_memory
         if self.guard is None:
-            return usable
+            return record.usable
         verdict = self.guard.step(record, compressed=not self.engine.plan.lossless)
-        if verdict.action == "skip" and not usable:  # the engine has said why
+        if verdict.action == "skip" and not record.usable:  # the engine has said why
             self.monitor.event(Event(record.step, "skip", verdict.reason))
             return False
-        return self._follow(verdict, record.step) and usable
+        return self._follow(verdict, record.step) and record.usable
 
     def _follow(self, verdict: Verdict, step: int) -> bool:
         """Does what the guard says. Whether the step may be taken."""
@@ -180,7 +181,7 @@ class Supervisor:
         if self.guard is None:
             return
         armed = self.guard.mode == "armed"
-        plan = self.engine.configured.milder(self.guard.rung) if armed else self.engine.uncompressed()
+        plan = self.engine.configured.milder(self.guard.rung) if armed else Plan.uncompressed()
         if plan != self.engine.planned or at_once:
             self.engine.adopt(plan, at_once)
 
@@ -198,12 +199,15 @@ class Supervisor:
         before = self.ring.newest_before(onset)
         step = min(self.ring.steps) if before is None else before
         age = "" if before is not None else " No snapshot is older than the trouble; this is the oldest."
+        disabled = self.engine.disabled
         self.ring.restore(step)
+        self.engine.disabled = disabled  # the user's switch does not go back
         self.guard.rolled_back(step + 1)
         self._plan(at_once=True)
         parameters = f"{fingerprint(self.handle.parameters):016x}"
         facts = {"step after the roll-back": str(step), "parameters after the roll-back": parameters}
-        check_agreement(self.engine.wire, facts, self.handle.device)
+        remedy = "Start again from the last checkpoint."
+        check_agreement(self.engine.wire, facts, self.handle.device, remedy)
         self._note(record.step, "roll_back", verdict.reason + age, step)
         self.engine.restart_clock()
         return self._positions[step]

@@ -103,6 +103,25 @@ def test_a_payload_that_is_much_too_large_is_skipped_and_then_rolled_back(worker
         assert uncompressed
 
 
+def switched_off(rank: int, world: int) -> tuple[list[Action], bool]:
+    """A rank asks for no compression in the step that is rolled back."""
+    model = DDP(MLP(), bucket_cap_mb=SMALL_BUCKETS)
+    with attached(model, "topk", density=0.01, error_feedback=False) as handle:
+        run = Run(rank, handle, model, guard=GuardConfig(min_agreement=0.8, cool_down=5))
+        run(99)
+        if rank == 1:
+            handle.disable()
+        with pytest.warns(commopt.CommOptWarning, match="roll back to step -1"):
+            assert run.take(99) == 0
+        with pytest.warns(commopt.CommOptWarning, match="re arm"):
+            run(10)
+    return [event.action for event in run.supervisor.monitor.summary().events], handle.engine.plan.lossless
+
+
+def test_a_roll_back_does_not_undo_the_users_switch(workers: Workers) -> None:
+    assert workers.run(switched_off, world=2) == [(["roll_back", "re_arm"], True)] * 2
+
+
 def resumed(rank: int, world: int) -> tuple[bool, bool, int]:
     """Half of a run in which compression was given up, and the other half in another supervisor."""
     model = DDP(MLP(), bucket_cap_mb=SMALL_BUCKETS)

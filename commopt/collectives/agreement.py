@@ -13,8 +13,16 @@ from commopt.errors import MismatchError
 SHOWN = 5  # differences that an error lists
 
 
-def check_agreement(wire: Wire, facts: Mapping[str, str], device: torch.device) -> None:
+def check_agreement(
+    wire: Wire,
+    facts: Mapping[str, str],
+    device: torch.device,
+    remedy: str = "Nothing was sent. Give every rank the same.",
+) -> None:
     """Compares ``facts`` over all ranks, by hash; the facts themselves travel only when hashes differ.
+
+    Args:
+        remedy: what the user is to do where they differ.
 
     Raises:
         MismatchError: on every rank, naming what differs and where.
@@ -26,7 +34,8 @@ def check_agreement(wire: Wire, facts: Mapping[str, str], device: torch.device) 
     lengths = torch.zeros(wire.world, dtype=torch.int64, device=device)
     wire.all_gather(lengths, torch.tensor([len(text)], device=device))
     texts = _gather_bytes(wire, text, int(lengths.max()), device)
-    raise MismatchError(_describe([json.loads(other.rstrip(b"\0")) for other in texts]))
+    described = _describe([json.loads(other.rstrip(b"\0")) for other in texts])
+    raise MismatchError(f"ranks disagree. {described} {remedy}")
 
 
 def share_text(wire: Wire, text: str, device: torch.device, limit: int = 600) -> list[str]:
@@ -52,7 +61,7 @@ def _describe(facts: list[dict[str, str]]) -> str:
         if len(values) > 1:
             lines.append(f"{key}: " + "; ".join(f"{value} on rank {_ranks(ranks)}" for value, ranks in values.items()))
     more = f" (and {len(lines) - SHOWN} more differences)" if len(lines) > SHOWN else ""
-    return "ranks disagree, nothing was sent. " + " | ".join(lines[:SHOWN]) + more + ". Give every rank the same."
+    return " | ".join(lines[:SHOWN]) + more + "."
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -11,12 +11,12 @@ from torch._C._distributed_c10d import PrefixStore
 PATIENCE = 1.0  # seconds for the other ranks to meet the same failure
 
 
-def missing_ranks(wire_rank: int, group: dist.ProcessGroup | None) -> list[int] | None:
+def missing_ranks(rank: int, group: dist.ProcessGroup | None) -> list[int] | None:
     """Ranks of ``group`` that did not say, within `PATIENCE`, that they too lost the exchange: those that died or
     stalled. None if the store itself does not answer; it lives on rank 0 of the job."""
     found: list[list[int]] = []
     # A store whose process is stopped blocks its callers, for longer than anybody wants to wait here.
-    asking = threading.Thread(target=_ask, args=(wire_rank, group, found), daemon=True)
+    asking = threading.Thread(target=_ask, args=(rank, group, found), daemon=True)
     asking.start()
     asking.join(PATIENCE + 0.5)
     return found[0] if found else None

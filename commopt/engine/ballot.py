@@ -52,8 +52,8 @@ class Result:
     disputed: tuple[str, ...]
 
 
-def fingerprint(text: str) -> int:
-    """The same small integer on all ranks for the same text."""
+def hash_of(text: str) -> int:
+    """32 bits, the same on all ranks for the same text."""
     return zlib.crc32(text.encode())
 
 
@@ -67,7 +67,7 @@ def encode(
     rank: int,
     world: int,
 ) -> Tensor:
-    """The vector that a rank hands to the vote: int64, on the device of ``norm``, without waiting for that device.
+    """The vector that a rank hands to the vote: int64, on the device of ``norm``.
 
     Args:
         owes: whether residuals of this rank will wait after this step.

@@ -25,8 +25,7 @@ from commopt.collectives.agreement import share_text
 from commopt.collectives.exchange import Scratch, exchange, make_layout, transfers
 from commopt.collectives.rollcall import missing_ranks
 from commopt.collectives.wire import Transfer, Wire, WireError
-from commopt.compressors import create
-from commopt.engine.ballot import Failure, Result, Wish, decode, encode, fingerprint
+from commopt.engine.ballot import Failure, Result, Wish, decode, encode, hash_of
 from commopt.engine.bucket import Bucket, put_back, regroup
 from commopt.engine.executors import make_executor
 from commopt.engine.fidelity import Fidelity
@@ -80,7 +79,7 @@ class Engine:
         self._loss_scale = loss_scale
         self._scale = 1.0
         self._wish = Wish.NONE
-        self._disabled = False
+        self.disabled = False  # whether compression is switched off, the same on all ranks
         self._agreed = plan  # what was planned at the last vote
         self._owed = False  # whether residuals wait to be delivered
         self._losses: list[Tensor] = []
@@ -179,10 +178,6 @@ class Engine:
         if at_once:
             self._agreed = plan
 
-    def uncompressed(self) -> Plan:
-        """The plan that compresses nothing."""
-        return Plan(create("none"), feedback=False)
-
     @property
     def step(self) -> int:
         """The number of the last step that began; -1 before the first."""
@@ -217,7 +212,7 @@ class Engine:
             "step": self._step.number,
             "plan": repr(self.configured),
             "scale": self._scale,
-            "disabled": self._disabled,
+            "disabled": self.disabled,
             "owed": self._owed,
             "layout": self._step.layout,
             "residuals": self.residuals.final(),
@@ -225,7 +220,7 @@ class Engine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Goes on from where `state_dict` was taken.
+        """Goes on from where `state_dict` was taken. A `request` that was not voted on yet stays.
 
         Args:
             state: of this rank.
@@ -252,8 +247,7 @@ class Engine:
         self.warm = {name: tensor.to(self._device, copy=True) for name, tensor in loaded.warm.items()}
         self._step = Step(state["step"], layout=state["layout"])
         self._resumed_layout = state["layout"]
-        self._scale, self._disabled, self._owed = state["scale"], state["disabled"], owed
-        self._wish = Wish.NONE
+        self._scale, self.disabled, self._owed = state["scale"], state["disabled"], owed
         self._losses, self._samples = [], None
         self._fidelity.reset()
         self.restart_clock()
@@ -273,7 +267,7 @@ class Engine:
 
     def _begin_step(self) -> None:
         self.settle()
-        plan = self.uncompressed() if self._disabled else self._agreed
+        plan = Plan.uncompressed() if self.disabled else self._agreed
         if plan.lossless:  # the first such step delivers what residuals hold
             plan = dataclasses.replace(plan, feedback=self._owed)
         if plan != self.plan:
@@ -448,7 +442,7 @@ class Engine:
             failure=kind_of(step.failure),
             wish=wish,
             owes=(step.idle or not self.plan.lossless) if self.plan.feedback else self._owed,
-            same=(step.number, fingerprint(repr(planned)), sum(step.checksums, zero.long())),
+            same=(step.number, hash_of(repr(planned)), sum(step.checksums, zero.long())),
             norm=torch.stack([each for _, each in step.norms]).norm() if step.norms else zero,
             loss=torch.stack([loss.to(self._device) for loss in losses]).mean() if losses else zero + math.nan,
             rank=self.wire.rank,
@@ -469,10 +463,10 @@ class Engine:
         if "next plan" not in result.disputed:
             self._agreed = planned
         if result.failure is Failure.OUT_OF_MEMORY:
-            self.adopt(self.uncompressed(), at_once=True)
+            self.adopt(Plan.uncompressed(), at_once=True)
         if result.wish:
-            self._disabled = result.wish is Wish.UNCOMPRESSED
-            if not self._disabled and self.planned.lossless:
+            self.disabled = result.wish is Wish.UNCOMPRESSED
+            if not self.disabled and self.planned.lossless:
                 self.adopt(self.configured, at_once=True)
             if self._wish is wish:
                 self._wish = Wish.NONE

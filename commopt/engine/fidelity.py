@@ -80,8 +80,8 @@ class Fidelity:
         agreement = (true.sign() * delivered.sign()).sum() / seen.sum().clamp(min=1)
         agreement = torch.where(seen.any(), agreement, torch.ones_like(agreement))
         # Ranks of different makes round differently; what is decided from this must not.
-        both = wire.all_reduce(torch.stack([cosine, agreement]), op=dist.ReduceOp.MAX)
-        return float(both[0]), float(both[1])
+        cosine, agreement = wire.all_reduce(torch.stack([cosine, agreement]), op=dist.ReduceOp.MAX).tolist()
+        return cosine, agreement
 
     def reset(self) -> None:
         """Begins a new window."""

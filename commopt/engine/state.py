@@ -40,18 +40,22 @@ def check_state(
     for each in (state, *parts):
         for key, kind in KINDS.items():
             if not isinstance(each.get(key), kind):
-                raise CheckpointError(f"the state of the exchange is not one: {key!r} is missing or of another type.")
+                raise _foreign(f"{key!r} is missing or of another type")
         for name, residual in each["residuals"].items():
             _check_residual(name, residual, shapes)
     if not all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in state["layout"]):
-        raise CheckpointError("the state of the exchange is not one: 'layout' does not list parameter names.")
+        raise _foreign("'layout' does not list parameter names")
     if not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in state["warm"].items()):
-        raise CheckpointError("the state of the exchange is not one: 'warm' does not hold tensors by name.")
+        raise _foreign("'warm' does not hold tensors by name")
     residuals: dict[str, Tensor] = {}
     for part in parts:
         for name, residual in part["residuals"].items():
             residuals[name] = residuals[name] + residual if name in residuals else residual
     return LoadedState(residuals, dict(state["warm"]))
+
+
+def _foreign(reason: str) -> CheckpointError:
+    return CheckpointError(f"this is no state of an exchange: {reason}. Use another checkpoint.")
 
 
 def _check_residual(name: object, residual: object, shapes: Mapping[str, torch.Size]) -> None:

@@ -179,18 +179,7 @@ class Monitor:
             raise CheckpointError(
                 f"the monitor's state cannot be read: {error}. Nothing of it was taken over."
             ) from error
-        self._state = _State(
-            rest.step,
-            rest.plan,
-            losses,
-            norms,
-            rest.cosine,
-            rest.sign_agreement,
-            rest.residual_ratio,
-            window,
-            plans,
-            events,
-        )
+        self._state = _State(**vars(rest), losses=losses, norms=norms, window=window, plans=plans, events=events)
 
     def _end_window(self) -> Window | None:
         state, totals = self._state, self._state.window

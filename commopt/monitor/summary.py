@@ -20,7 +20,7 @@ class Totals:
 
     Args:
         steps: how many.
-        skipped: those among them that were not finite or ran out of memory.
+        skipped: those among them whose gradient was not usable, see ``StepRecord``.
         step_seconds, compute_seconds, exposed_seconds, wire_seconds, codec_seconds: where the time went.
         bytes_sent, bytes_uncompressed: what was sent, and what plain DDP would have sent.
         samples: where the trainer counts them.
@@ -43,7 +43,7 @@ class Totals:
     def add(self, record: StepRecord, world: int = 1) -> None:
         """Counts one step of one of ``world`` ranks."""
         self.steps += 1
-        self.skipped += record.out_of_memory or not record.finite
+        self.skipped += not record.usable
         self.step_seconds += record.step_seconds
         self.compute_seconds += record.compute_seconds
         self.exposed_seconds += record.exposed_seconds
@@ -89,7 +89,7 @@ class Window:
     Args:
         step: the last one.
         steps: how many.
-        skipped: those among them that were not finite or ran out of memory.
+        skipped: those among them whose gradient was not usable, see ``StepRecord``.
         plan: name of their compressor, ``"none"`` for none.
         loss: mean of those that are known and finite; None where none is.
         gradient_norm: mean of the finite ones; None where none is.

@@ -31,8 +31,8 @@ def test_what_differs_is_named_on_every_rank(workers: Workers) -> None:
     assert (
         results
         == [
-            "ranks disagree, nothing was sent. compressor: int8 on rank 0; int4 on rank 1; absent on rank 2 | "
-            "more: absent on rank 0, 1; é on rank 2. Give every rank the same."
+            "ranks disagree. compressor: int8 on rank 0; int4 on rank 1; absent on rank 2 | "
+            "more: absent on rank 0, 1; é on rank 2. Nothing was sent. Give every rank the same."
         ]
         * 3
     )

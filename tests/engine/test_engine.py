@@ -368,7 +368,7 @@ def idle_at_the_switch(rank: int, world: int) -> None:
     """The residual of a parameter that is idle on one rank when compression ends is delivered when it takes part."""
     with running(Plan(create("topk"), feedback=True)) as engine:
         exchange(engine, gradients(rank, 0, SHAPES))
-        engine.adopt(engine.uncompressed(), at_once=True)
+        engine.adopt(Plan.uncompressed(), at_once=True)
         zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         idle_here = frozenset({"b"}) if rank == 1 else frozenset()
         exchange(engine, {name: value.clone() for name, value in zeros.items()}, idle=idle_here)

@@ -87,7 +87,7 @@ def goes_on(rank: int, world: int, states: list[dict[str, Any]]) -> torch.Tensor
     """What the first uncompressed step delivers beyond its gradients, after a change of the number of ranks."""
     engine = engine_of("topk", density=0.02)
     engine.load_state_dict(states[rank % len(states)], [states[j] for j in range(len(states)) if j % world == rank])
-    engine.adopt(engine.uncompressed(), at_once=True)
+    engine.adopt(Plan.uncompressed(), at_once=True)
     given = gradients(rank, 9, SHAPES)
     mean = torch.cat([(summed(gradient) / world).flatten() for gradient in given.values()])
     delivered, usable = exchange(engine, {name: gradient.clone() for name, gradient in given.items()})
@@ -163,6 +163,24 @@ def other_plan(rank: int, world: int) -> tuple[bool, bool]:
 
 def test_another_compressor_says_what_it_drops(workers: Workers) -> None:
     assert workers.run(other_plan, 1) == [(False, False)]
+
+
+def asks(rank: int, world: int) -> list[str]:
+    engine, other = engine_of("int8"), engine_of("int8")
+    exchange(engine, gradients(rank, 0, SHAPES))
+    other.request(compress=False)
+    other.load_state_dict(engine.state_dict())
+    used = []
+    for step in range(1, 3):
+        exchange(other, gradients(rank, step, SHAPES))
+        used.append(other.plan.compressor.name)
+    engine.close()
+    other.close()
+    return used
+
+
+def test_a_switch_that_was_asked_for_before_a_resume_is_not_forgotten(workers: Workers) -> None:
+    assert workers.run(asks, 1) == [["int8", "none"]]
 
 
 def plain(rank: int, world: int) -> bool:

@@ -72,12 +72,14 @@ def test_a_window_ends_where_the_plan_changes() -> None:
 
 
 def test_steps_that_were_not_taken_are_counted_and_leave_the_means_alone() -> None:
-    monitor = Monitor(every=3)
+    monitor = Monitor(every=4)
     bad = replace(COMPRESSED, finite=False, loss=math.nan, gradient_norm=math.inf)
-    (window,) = feed(monitor, [COMPRESSED, bad, replace(COMPRESSED, out_of_memory=True)])
-    assert (window.steps, window.skipped, window.loss, window.gradient_norm) == (3, 2, 2.0, 1.0)
-    (window,) = feed(monitor, [bad] * 3)
-    assert (window.skipped, window.loss, window.gradient_norm) == (3, None, None)
+    (window,) = feed(
+        monitor, [COMPRESSED, bad, replace(COMPRESSED, out_of_memory=True), replace(COMPRESSED, corrupt=True)]
+    )
+    assert (window.steps, window.skipped, window.loss, window.gradient_norm) == (4, 3, 2.0, 1.0)
+    (window,) = feed(monitor, [bad] * 4)
+    assert (window.skipped, window.loss, window.gradient_norm) == (4, None, None)
 
 
 def test_a_line_each_for_run_windows_events_and_summary(tmp_path: Path) -> None:
