@@ -7,7 +7,7 @@ the modules ``lightning`` and ``pytorch_lightning`` beside this file each make a
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ class CompressedGradients(Supervised):
     Args:
         compressor: a registered name, see ``commopt.compressors.available()``.
         error_feedback: keep what compression lost for the next step; ``None`` follows the compressor's guarantee.
+        checked: compare a checksum of the mean gradient over ranks, see ``commopt.attach``.
         kwargs: options of the compressor (``rank=4``), arguments of ``DDPStrategy`` (``process_group_backend="gloo"``;
             ``timeout`` holds for the compressed exchange too) and of torch's DDP (``find_unused_parameters=True``).
 
@@ -39,11 +40,15 @@ class CompressedGradients(Supervised):
     strategy_name: ClassVar[str] = "commopt_ddp"
     bucket_cap_mb: ClassVar[float] = 3.0  # where the user gives none: torch's 25 leave the link idle during backward
 
-    def __init__(self, compressor: str = "int8", error_feedback: bool | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, compressor: str = "int8", error_feedback: bool | None = None, checked: bool = False, **kwargs: Any
+    ) -> None:
         base = inspect.signature(super(Supervised, self).__init__).parameters.values()
         valid = {p.name for p in base if p.kind is not p.VAR_KEYWORD}
         valid |= inspect.signature(DistributedDataParallel).parameters.keys() - BY_LIGHTNING
-        self.config, arguments = _separate(compressor, error_feedback, kwargs, valid)
+        self.config, arguments = _separate(
+            CommOptConfig(compressor, {}, error_feedback, checked=checked), kwargs, valid
+        )
         super().__init__(**{"bucket_cap_mb": self.bucket_cap_mb, **arguments})
         self._compress = True
 
@@ -90,12 +95,9 @@ class CompressedGradients(Supervised):
             (self.handle.enable if compress else self.handle.disable)()
 
 
-def _separate(
-    compressor: str, error_feedback: bool | None, given: dict[str, Any], valid: set[str]
-) -> tuple[CommOptConfig, dict[str, Any]]:
-    """The configuration of the exchange, and the arguments that are Lightning's and torch's."""
-    config = CommOptConfig(compressor, {}, error_feedback)
-    options = {entry.name for entry in fields(create(compressor)) if entry.init}
+def _separate(config: CommOptConfig, given: dict[str, Any], valid: set[str]) -> tuple[CommOptConfig, dict[str, Any]]:
+    """The configuration of the exchange, with what is for it; and the arguments that are Lightning's and torch's."""
+    options = {entry.name for entry in fields(create(config.compressor)) if entry.init}
     for key in given:
         if key in OF_OTHER_HOOKS and given[key] is not None:
             raise ConfigError(
@@ -103,13 +105,15 @@ def _separate(
                 "Use Lightning's DDPStrategy for another hook, and Trainer(precision=...) for mixed precision."
             )
         if key not in options | valid:
-            raise unknown(f"argument of the strategy with {compressor!r}:", key, options | valid - OF_OTHER_HOOKS)
+            raise unknown(
+                f"argument of the strategy with {config.compressor!r}:", key, options | valid - OF_OTHER_HOOKS
+            )
     timeout = given.get("timeout")
     if timeout is None:
         timeout = timedelta(seconds=config.timeout)
     elif not isinstance(timeout, timedelta):
         raise ConfigError(f"timeout must be a datetime.timedelta here, as in DDPStrategy; got {timeout!r}.")
     chosen = {key: value for key, value in given.items() if key in options}
-    create(compressor, **chosen)  # for the range of values
-    config = CommOptConfig(compressor, chosen, error_feedback, timeout.total_seconds())
+    create(config.compressor, **chosen)  # for the range of values
+    config = replace(config, options=chosen, timeout=timeout.total_seconds())
     return config, {key: value for key, value in given.items() if key not in options}

@@ -34,9 +34,14 @@ def hook(state: object, bucket: Any) -> Any:
 
 def test_arguments_go_where_they_belong() -> None:
     strategy = CommOptDDPStrategy(
-        "powersgd", rank=2, timeout=timedelta(seconds=60), process_group_backend="gloo", find_unused_parameters=True
+        "powersgd",
+        checked=True,
+        rank=2,
+        timeout=timedelta(seconds=60),
+        process_group_backend="gloo",
+        find_unused_parameters=True,
     )
-    assert strategy.config == commopt.CommOptConfig("powersgd", {"rank": 2}, None, timeout=60.0)
+    assert strategy.config == commopt.CommOptConfig("powersgd", {"rank": 2}, None, timeout=60.0, checked=True)
     assert strategy.process_group_backend == "gloo"
     assert strategy._timeout == timedelta(seconds=60)
     assert strategy._ddp_kwargs["find_unused_parameters"] is True
