@@ -21,7 +21,8 @@ class AttachError(CommOptError, RuntimeError):
 
 
 class MismatchError(CommOptError, RuntimeError):
-    """Ranks that disagree about configuration or parameters; raised on every rank, before the first payload."""
+    """Ranks that disagree about configuration, parameters, the step or the next plan; raised on every rank, before a
+    payload travels by what they disagree on."""
 
 
 class ExchangeError(CommOptError, RuntimeError):
@@ -29,7 +30,11 @@ class ExchangeError(CommOptError, RuntimeError):
 
 
 class CheckpointError(CommOptError, RuntimeError):
-    """State beside a checkpoint that cannot be written or read; nothing of the run was changed."""
+    """State beside a checkpoint that cannot be written or read; nothing of the exchange was changed."""
+
+
+class ReportError(CommOptError, ValueError):
+    """The lines of a run that are not there, or that no monitor wrote."""
 
 
 class DivergenceError(CommOptError, RuntimeError):

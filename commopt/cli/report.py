@@ -22,7 +22,7 @@ def add_to(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--out", metavar="FILE.html", type=Path, help="the page (default: RUN_DIR/commopt.html)")
     parser.add_argument("--png", metavar="FILE.png", type=Path, help="the figure alone, as a picture")
     parser.add_argument(
-        "--gpu-hour-price", metavar="PRICE", type=_price, help="of one GPU, in any currency; tells what waiting costs"
+        "--gpu-hour-price", metavar="PRICE", type=price, help="of one GPU, in any currency; tells what waiting costs"
     )
     parser.set_defaults(run=run)
 
@@ -41,8 +41,9 @@ def run(options: argparse.Namespace) -> None:
         console.print(f"Wrote {path}", soft_wrap=True, markup=False, highlight=False)
 
 
-def _price(text: str) -> float:
-    price = float(text)
-    if not 0 <= price < math.inf:
+def price(text: str) -> float:
+    """A price from the command line; argparse names this function where ``text`` is no number."""
+    value = float(text)
+    if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a price")
-    return price
+    return value

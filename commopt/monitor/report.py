@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, Formatter, MaxNLocator, PercentFormatter, ScalarFormatter
 
-from commopt.errors import CommOptError
+from commopt.errors import ReportError
 from commopt.monitor import FILE_NAME, VERSION, Run
 from commopt.monitor.plain import from_plain
 from commopt.monitor.summary import COLUMNS, Summary, Totals, Window, add_up, cells, described, seconds, size
@@ -70,10 +70,6 @@ STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "commopt",  # the same file from the same run
 }
-
-
-class ReportError(CommOptError, ValueError):
-    """A run's lines that are not there, or that are not those of a monitor."""
 
 
 @dataclass

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
+from commopt.errors import ReportError
 from commopt.monitor import FILE_NAME, Monitor
-from commopt.monitor.report import FEW, MANY, ReportError, _split, _thinned, draw, read, write
+from commopt.monitor.report import FEW, MANY, _split, _thinned, draw, read, write
 from commopt.records import Event
 from tests.monitor.pages import Page
 from tests.monitor.runs import COMPRESSED, PLAIN, eventful, steps
