@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 import commopt
@@ -133,16 +131,8 @@ def _spoil(handle: commopt.Handle, start: int) -> None:
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """On every rank: adds the runs to ``result``, and keeps the file up to date."""
     tokens, validation = load_text()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("left:"))
-    watch = Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=dist.get_rank() != 0,
-        refresh_per_second=1,
-    )
     todo = [(case, mode) for case in args.cases for mode in (("guarded",) if case.clean else MODES)]
-    with watch:
+    with results.progress(quiet=dist.get_rank() != 0) as watch:
         task = watch.add_task("", total=sum(case.steps for case, _ in todo))
         for case, mode in todo:
             watch.update(task, description=f"{case.name}, {mode}")

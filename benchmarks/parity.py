@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from benchmarks import results
@@ -103,16 +101,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
     train_tokens, validation = load_text()
     done = {(run["variant"], run["seed"]) for run in result["runs"]}
     todo = [(v, seed) for seed in args.seeds for v in args.variants if (v.spec, seed) not in done]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("left:"))
-    watch = Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=dist.get_rank() != 0,
-        refresh_per_second=1,
-        speed_estimate_period=600.0,
-    )
-    with watch:
+    with results.progress(quiet=dist.get_rank() != 0) as watch:
         task = watch.add_task("", total=len(todo) * args.steps)
         for variant, seed in todo:
             watch.update(task, description=f"seed {seed}, {variant.spec}")

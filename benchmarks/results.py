@@ -1,4 +1,4 @@
-"""What both benchmarks write down: conditions, small statistics, JSON."""
+"""What benchmarks share: how far they are, and what they write down: conditions, small statistics, JSON."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 
@@ -35,6 +36,21 @@ def command(module: str) -> str:
 def quantiles(values: Sequence[float], *shares: float) -> list[float]:
     """Linearly interpolated quantiles, 0 the least and 1 the greatest."""
     return torch.tensor(values, dtype=torch.float64).quantile(torch.tensor(shares, dtype=torch.float64)).tolist()
+
+
+def progress(quiet: bool) -> Progress:
+    """A bar of trainings that take minutes, where standard output holds results; nothing if ``quiet``."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=quiet,
+        refresh_per_second=1,
+        speed_estimate_period=600.0,
+    )
 
 
 def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
