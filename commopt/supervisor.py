@@ -7,6 +7,7 @@ Every rank runs the same supervisor on the same figures, which one vote a step b
 a message of its own.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.collectives.agreement import check_agreement
-from commopt.errors import CheckpointError, DivergenceError
+from commopt.errors import AttachError, CheckpointError, ConfigError, DivergenceError
 from commopt.guard import Guard, GuardConfig, Verdict
 from commopt.hooks.ddp import Handle
 from commopt.monitor import Monitor, Window
@@ -23,6 +24,7 @@ from commopt.plan import Plan
 from commopt.records import Action, Event, StepRecord
 from commopt.resume.snapshot import SnapshotRing, Stateful, fingerprint, share_of_memory
 
+EXCHANGE = "exchange"  # the name of the engine's state
 DEFAULT = GuardConfig()
 
 
@@ -52,6 +54,8 @@ class Supervisor:
 
     Raises:
         ConfigError: an option out of range.
+        AttachError: the handle has a supervisor already.
+        MismatchError: ranks disagree on what to watch for; raised on every rank.
     """
 
     def __init__(
@@ -66,8 +70,14 @@ class Supervisor:
         memory: int | None = None,
         position: int = 0,
     ) -> None:
+        if handle.judge is not None:
+            raise AttachError("this handle has a supervisor already: close it first.")
+        if EXCHANGE in states:
+            raise ConfigError(f"the name {EXCHANGE!r} among the states is the supervisor's own: choose another.")
         self.handle = handle
         self.engine = handle.engine
+        settings = {"guard": repr(guard), "snapshots": f"every {every}, keep {keep}", "states": str(sorted(states))}
+        check_agreement(self.engine.wire, settings, handle.device)
         self.monitor = monitor or Monitor(rank=self.engine.wire.rank, world=self.engine.wire.world)
         self.window: Window | None = None  # the latest one
         self.guard = Guard(guard) if guard is not None else None
@@ -75,7 +85,7 @@ class Supervisor:
         if states:
             # The scarcest host decides: all ranks must hold the same snapshots.
             limit = int(self._reduced(share_of_memory() if memory is None else memory, dist.ReduceOp.MIN))
-            self.ring = SnapshotRing({**states, "exchange": self.engine}, every, keep, limit)
+            self.ring = SnapshotRing({**states, EXCHANGE: self.engine}, every, keep, limit)
         self._positions: dict[int, int] = {}  # of the training loop, by step of the exchange
         self._verdict: Verdict | None = None  # a roll-back that is due
         self._seen: StepRecord | None = None
@@ -117,7 +127,7 @@ class Supervisor:
     def state_dict(self) -> dict[str, Any]:
         """Plain values: what the guard and the monitor know, and the exchange with its tensors."""
         return {
-            "exchange": self.engine.state_dict(),
+            EXCHANGE: self.engine.state_dict(),
             "guard": self.guard.state_dict() if self.guard is not None else {},
             "monitor": self.monitor.state_dict(),
         }
@@ -126,17 +136,20 @@ class Supervisor:
         """Goes on from where `state_dict` was taken; ``parts`` as for ``Engine.load_state_dict``.
 
         Raises:
-            CheckpointError: it is not such a state; nothing of the exchange was changed.
+            CheckpointError: it is not such a state; nothing was changed.
         """
         for each in (state, *(parts or ())):
-            if not all(isinstance(each.get(key), Mapping) for key in ("exchange", "guard", "monitor")):
+            if not all(isinstance(each.get(key), Mapping) for key in (EXCHANGE, "guard", "monitor")):
                 raise CheckpointError(
                     "not the state of a supervisor: the exchange, the guard or the monitor is missing."
                 )
-        if self.guard is not None and state["guard"]:  # otherwise it begins anew
-            self.guard.load_state_dict(state["guard"])
-        self.monitor.load_state_dict(state["monitor"])
-        self.engine.load_state_dict(state["exchange"], parts and [part["exchange"] for part in parts])
+        guard = self.guard and Guard(self.guard.config)
+        if guard is not None and state["guard"]:  # otherwise it begins anew
+            guard.load_state_dict(state["guard"])
+        monitor = copy.copy(self.monitor)
+        monitor.load_state_dict(state["monitor"])
+        self.engine.load_state_dict(state[EXCHANGE], parts and [part[EXCHANGE] for part in parts])
+        self.guard, self.monitor = guard, monitor
         self._plan(at_once=True)
         if self.ring is not None:
             self.ring.clear()
@@ -158,6 +171,7 @@ class Supervisor:
         if self.guard is None:
             return record.usable
         verdict = self.guard.step(record, compressed=not self.engine.plan.lossless)
+        self.engine.pledge = verdict.action  # should a rank ever decide otherwise, the next vote says so
         if verdict.action == "skip" and not record.usable:  # the engine has said why
             self.monitor.event(Event(record.step, "skip", verdict.reason))
             return False

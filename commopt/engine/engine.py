@@ -69,6 +69,7 @@ class Engine:
         self.residuals = Residuals(shapes if plan.feedback else {}, device)
         self.warm: dict[str, Tensor] = {}
         self.record: StepRecord | None = None  # of the last finished step
+        self.pledge = ""  # what was decided of the last step outside of the vote; ranks compare it in the next one
         self._shapes = dict(shapes)
         self._device = device
         self._checked = checked
@@ -442,7 +443,7 @@ class Engine:
             failure=kind_of(step.failure),
             wish=wish,
             owes=(step.idle or not self.plan.lossless) if self.plan.feedback else self._owed,
-            same=(step.number, hash_of(repr(planned)), sum(step.checksums, zero.long())),
+            same=(step.number, hash_of(f"{planned} {self.pledge}"), sum(step.checksums, zero.long())),
             norm=torch.stack([each for _, each in step.norms]).norm() if step.norms else zero,
             loss=torch.stack([loss.to(self._device) for loss in losses]).mean() if losses else zero + math.nan,
             rank=self.wire.rank,

@@ -36,9 +36,12 @@ class ThreadExecutor:
         future: Future[Tensor] = Future()
 
         def run() -> None:
-            with torch.no_grad():
-                job()
-            future.set_result(tensor)
+            try:
+                with torch.no_grad():
+                    job()
+                future.set_result(tensor)
+            except Exception as error:  # or backward would wait for ever
+                future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
 
         self._pool.submit(run)
         return future

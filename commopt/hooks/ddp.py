@@ -194,11 +194,15 @@ class Handle:
         self._unfinished = False
         usable = self.engine.finish_step()
         record = self.engine.record
-        if self.judge is not None and record is not None and not self.judge(record):
-            if usable:
+        if self.judge is None or record is None:
+            return usable
+        approved = False
+        try:
+            approved = self.judge(record)
+        finally:
+            if usable and not approved:
                 self.engine.skip()
-            return False
-        return usable
+        return usable and approved
 
     def _after_backward(self) -> None:
         usable, judged = False, False
