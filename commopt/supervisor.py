@@ -50,7 +50,8 @@ class Supervisor:
         every: steps between two snapshots.
         keep: most snapshots that are held.
         memory: most bytes of host memory for snapshots, see ``SnapshotRing``.
-        position: where the training loop begins.
+        position: where the training loop begins; after a resume, where it goes on. None: where the state that is
+            loaded was taken, or 0.
 
     Raises:
         ConfigError: an option out of range.
@@ -68,7 +69,7 @@ class Supervisor:
         every: int = 50,
         keep: int = 4,
         memory: int | None = None,
-        position: int = 0,
+        position: int | None = None,
     ) -> None:
         if handle.judge is not None:
             raise AttachError("this handle has a supervisor already: close it first.")
@@ -90,7 +91,8 @@ class Supervisor:
         self._verdict: Verdict | None = None  # a roll-back that is due
         self._seen: StepRecord | None = None
         self._begin = position
-        self._take(self.engine.step, position)
+        self._position = position or 0
+        self._take(self.engine.step, self._position)
         handle.judge = self._judge
 
     def observe(self, loss: Tensor | float, samples: float | None = None) -> None:
@@ -106,15 +108,8 @@ class Supervisor:
         Raises:
             MismatchError: ranks hold different parameters after a roll-back; raised on every rank.
         """
-        record = self.engine.record
-        if record is None or record is self._seen:  # accumulates: nothing was exchanged
-            return position + 1
-        self._seen = record
-        if self._verdict is not None:
-            return self._roll_back(record, self._verdict)
-        if self.ring is not None and self.ring.due(record.step + 1):
-            self._take(record.step, position + 1)
-        return position + 1
+        self._position = self._end_step(position)
+        return self._position
 
     def validation(self, value: float) -> None:
         """Tells a validation loss, lower is better. The mean over ranks counts; all ranks call it."""
@@ -127,6 +122,7 @@ class Supervisor:
     def state_dict(self) -> dict[str, Any]:
         """Plain values: what the guard and the monitor know, and the exchange with its tensors."""
         return {
+            "position": self._position,
             EXCHANGE: self.engine.state_dict(),
             "guard": self.guard.state_dict() if self.guard is not None else {},
             "monitor": self.monitor.state_dict(),
@@ -139,7 +135,8 @@ class Supervisor:
             CheckpointError: it is not such a state; nothing was changed.
         """
         for each in (state, *(parts or ())):
-            if not all(isinstance(each.get(key), Mapping) for key in (EXCHANGE, "guard", "monitor")):
+            mappings = all(isinstance(each.get(key), Mapping) for key in (EXCHANGE, "guard", "monitor"))
+            if not mappings or not isinstance(each.get("position"), int):
                 raise CheckpointError(
                     "not the state of a supervisor: the exchange, the guard or the monitor is missing."
                 )
@@ -150,17 +147,29 @@ class Supervisor:
         monitor.load_state_dict(state["monitor"])
         self.engine.load_state_dict(state[EXCHANGE], parts and [part[EXCHANGE] for part in parts])
         self.guard, self.monitor = guard, monitor
+        if self._begin is None:
+            self._position = state["position"]
         self._plan(at_once=True)
         if self.ring is not None:
             self.ring.clear()
-        self._take(self.engine.step, self._begin)
+        self._take(self.engine.step, self._position)
 
     def close(self) -> None:
         """Ends the watch; the monitor writes its summary, and the memory of snapshots is free again."""
         self.handle.judge = None
         self.monitor.close()
-        if self.ring is not None:
-            self.ring.clear()
+        self.ring = None
+
+    def _end_step(self, position: int) -> int:
+        record = self.engine.record
+        if record is None or record is self._seen:  # accumulates: nothing was exchanged
+            return position + 1
+        self._seen = record
+        if self._verdict is not None:
+            return self._roll_back(record, self._verdict)
+        if self.ring is not None and self.ring.due(record.step):
+            self._take(record.step, position + 1)
+        return position + 1
 
     def _judge(self, record: StepRecord) -> bool:
         """Called at the end of each backward; whether the step may be taken."""
@@ -170,6 +179,10 @@ class Supervisor:
             return False
         if self.guard is None:
             return record.usable
+        if self._verdict is not None:
+            self._verdict = None
+            self.engine.say_once("a roll-back is due, but end_step was not called: training goes on uncompressed.")
+            self._plan()
         verdict = self.guard.step(record, compressed=not self.engine.plan.lossless)
         self.engine.pledge = verdict.action  # should a rank ever decide otherwise, the next vote says so
         if verdict.action == "skip" and not record.usable:  # the engine has said why

@@ -92,26 +92,34 @@ class Supervised(DDPStrategy):
                 written Lightning's own checkpoint then, without the state of commopt.
         """
         supervisor, error = self.supervisor, None
+        if supervisor is None and self._loaded is not None and self.handle is not None:
+            self.handle.engine.say_once(
+                f"{filepath} is saved without the state of commopt, which is taken over with the first batch of a "
+                "resumed fit: resume from the checkpoint before it.",
+                kind="saved too early",
+            )
         wanted = supervisor is not None and "optimizer_states" in checkpoint and self._sidecar_fits(filepath)
         if supervisor is not None and wanted:
             seconds = PATIENCE_AFTER_AN_ERROR if self._trainer.interrupted else PATIENCE
             try:
-                save_id = sidecar.save_together(filepath, supervisor.state_dict(), None, seconds=seconds)
-                checkpoint[KEY] = sidecar.reference(save_id)
+                saved = sidecar.save_together(filepath, supervisor.state_dict(), None, seconds=seconds)
+                checkpoint[KEY] = sidecar.reference(saved.save_id)
             except CheckpointError as problem:
                 error = problem
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if error is not None:
+            if self._trainer.interrupted:  # Lightning does not come to the teardown then
+                self._end()
             raise CheckpointError(f"{filepath} has no state of commopt: {error}") from error
         if supervisor is not None and wanted:
             self.barrier("commopt: the checkpoint is in place")
-            sidecar.prune(filepath, keep=save_id)
+            sidecar.prune(saved.checkpoint, keep=saved.save_id)
             supervisor.engine.restart_clock()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes what lies beside it, too."""
+        """Removes what lies beside it, too; on rank 0, whose checkpoint it is: others may think of another one."""
         super().remove_checkpoint(filepath)
-        if _is_local(filepath):
+        if self.is_global_zero and _is_local(filepath):
             sidecar.remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -122,16 +130,19 @@ class Supervised(DDPStrategy):
 
     def teardown(self) -> None:
         """Ends the watch and the exchange; what they counted can still be read."""
-        if self.supervisor is not None:
-            self.supervisor.close()
-        if self.handle is not None:
-            self.handle.close()
+        self._end()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: the exchange, and what watches it."""
         kept: dict[str, Any] = super().__getstate__()
         return kept | {"handle": None, "supervisor": None, "_generators": None}
+
+    def _end(self) -> None:
+        if self.supervisor is not None:
+            self.supervisor.close()
+        if self.handle is not None:
+            self.handle.close()
 
     def _supervise(self) -> None:
         trainer = self._trainer

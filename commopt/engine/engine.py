@@ -96,7 +96,10 @@ class Engine:
     # The caller's side
 
     def observe(self, loss: Tensor | float, samples: float | None = None) -> None:
-        """Tells the loss of the backward to come, and how many samples it is the mean of; both only for the record."""
+        """Tells the loss of the backward to come, and how many samples it is the mean of; both only for the record.
+        Passed over where gradients are switched off."""
+        if not torch.is_grad_enabled():  # of an evaluation
+            return
         value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss))
         self._losses.append(value.reshape(-1).float().mean())
         if samples is not None:
@@ -218,6 +221,7 @@ class Engine:
             "layout": self._step.layout,
             "residuals": self.residuals.final(),
             "warm": dict(self.warm),
+            "fidelity": self._fidelity.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] | None = None) -> None:
@@ -250,7 +254,10 @@ class Engine:
         self._resumed_layout = state["layout"]
         self._scale, self.disabled, self._owed = state["scale"], state["disabled"], owed
         self._losses, self._samples = [], None
-        self._fidelity.reset()
+        if parts is None:
+            self._fidelity.load_state_dict(state["fidelity"], self._device)
+        else:
+            self._fidelity.reset()
         self.restart_clock()
 
     def close(self) -> None:

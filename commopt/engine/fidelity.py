@@ -9,7 +9,8 @@ and Hennig 2018), and feels the sign agreement, in which all coordinates count a
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 from commopt.collectives.wire import Wire
 
 WINDOW = 50  # steps
+LEAST = WINDOW // 2  # of a window that says something
 COORDINATES = 4096  # of the whole model
 
 Names = tuple[str, ...]
@@ -35,6 +37,7 @@ class Fidelity:
         self._places: dict[Names, Tensor] = {}
         self._sums: dict[Names, Tensor] = {}  # [2, places]: contributed by this rank, delivered to all
         self._staged: list[tuple[Names, Tensor]] = []
+        self._steps = 0  # that were taken since the window began
 
     def sample(self, names: Sequence[str], buffer: Tensor) -> Tensor:
         """The elements of a flat ``buffer`` that are watched, float32: the same places on all ranks."""
@@ -56,6 +59,7 @@ class Fidelity:
         for key, pair in self._staged:
             known = self._sums.get(key)
             self._sums[key] = pair if known is None else known.add_(pair)
+        self._steps += bool(self._staged)
         self._staged.clear()
 
     def discard(self) -> None:
@@ -63,16 +67,17 @@ class Fidelity:
         self._staged.clear()
 
     def measure(self, wire: Wire) -> tuple[float, float] | None:
-        """Ends the window, on all ranks. None where nothing was taken.
+        """Ends the window, on all ranks. None where it is short, because it began late or few steps were taken.
 
         Returns:
             the cosine between the delivered and the true sum, and their sign agreement: the mean product of their
             signs, 1 where all coordinates move as they should and 0 where nothing of them arrives.
         """
-        if not self._sums:
+        sums, steps = list(self._sums.values()), self._steps
+        self._sums, self._steps = {}, 0
+        if steps < LEAST:
             return None
-        contributed, delivered = torch.cat(list(self._sums.values()), dim=1)
-        self._sums.clear()
+        contributed, delivered = torch.cat(sums, dim=1)
         true = wire.all_reduce(contributed.contiguous())
         scale = true.norm() * delivered.norm()
         cosine = torch.where(scale > 0, torch.dot(true, delivered) / scale, torch.ones_like(scale))
@@ -87,3 +92,14 @@ class Fidelity:
         """Begins a new window."""
         self._sums.clear()
         self._staged.clear()
+        self._steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums so far."""
+        return {"steps": self._steps, "sums": [[list(key), pair] for key, pair in self._sums.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Goes on with sums that ``state_dict`` gave."""
+        self.reset()
+        self._steps = state["steps"]
+        self._sums = {tuple(names): pair.to(device, copy=True) for names, pair in state["sums"]}

@@ -18,6 +18,7 @@ KINDS: dict[str, type | tuple[type, ...]] = {
     "layout": list,
     "residuals": dict,
     "warm": dict,
+    "fidelity": dict,
 }
 
 
@@ -47,6 +48,7 @@ def check_state(
         raise _foreign("'layout' does not list parameter names")
     if not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in state["warm"].items()):
         raise _foreign("'warm' does not hold tensors by name")
+    _check_fidelity(state["fidelity"])
     residuals: dict[str, Tensor] = {}
     for part in parts:
         for name, residual in part["residuals"].items():
@@ -56,6 +58,16 @@ def check_state(
 
 def _foreign(reason: str) -> CheckpointError:
     return CheckpointError(f"this is no state of an exchange: {reason}. Use another checkpoint.")
+
+
+def _check_fidelity(state: Mapping[str, Any]) -> None:
+    if not isinstance(state.get("steps"), int) or not isinstance(state.get("sums"), list):
+        raise _foreign("'fidelity' holds no sums")
+    for entry in state["sums"]:
+        names, pair = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+        right = isinstance(pair, Tensor) and pair.dtype == torch.float32 and pair.ndim == 2 and len(pair) == 2
+        if not right or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise _foreign("'fidelity' does not hold pairs of sums by parameter names")
 
 
 def _check_residual(name: object, residual: object, shapes: Mapping[str, torch.Size]) -> None:

@@ -206,6 +206,8 @@ class Guard:
         if compressed:
             return self._alarm("roll_back" if severe else "fall_back", reason, rise.onset)
         self._drift.restart()
+        if self.mode == "finished" and severe and self._counts.since_compressed == 0:
+            return Verdict("fall_back", f"{reason} with compression, which was switched on again", rise.onset)
         if self.mode == "finished" and severe:
             return Verdict("stop", f"{reason} without compression, which is not the cause", rise.onset)
         if self.mode == "cooling":

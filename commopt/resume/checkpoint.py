@@ -5,9 +5,9 @@
 A file holds one tree: its tensors, and all else as JSON in the metadata. Nothing in it is executed. The trainer's own
 checkpoint carries ``reference(save_id)`` alone. On every rank, for a path that may hold an earlier checkpoint:
 
-    save_id = save_together(path, tree, group)     # returns when the sidecars of all ranks are on disk
-    ...                                            # one rank writes ``path``, naming save_id
-    prune(path, keep=save_id)                      # that rank, then: the sidecars of what was overwritten
+    saved = save_together(path, tree, group)        # returns when the sidecars of all ranks are on disk
+    ...                                             # one rank writes ``path``, naming saved.save_id
+    prune(saved.checkpoint, keep=saved.save_id)     # that rank, then: the sidecars of what was overwritten
 
 Wherever this is killed, the checkpoint at ``path`` finds the sidecars that it names.
 """
@@ -18,7 +18,6 @@ import re
 import secrets
 import shutil
 import stat
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,9 +28,9 @@ from typing import Any
 import safetensors.torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from commopt.errors import CheckpointError
+from commopt.resume.meeting import SHOWN, meet, some
 from commopt.resume.trees import Tree, digest, pack, unpack
 
 VERSION = 1
@@ -40,7 +39,6 @@ PathLike = str | os.PathLike[str]
 _SAVE_ID = re.compile("[0-9a-f]{12}")
 _RANK_FILE = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.safetensors")
 _WRITING = 1800.0  # seconds that ranks which came are given to write
-_SHOWN = 8  # ranks that an error lists
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,14 @@ class Sidecar:
     tree: Tree
     parts: list[Tree]
     world: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What all ranks agreed on: the id, and the path of the checkpoint, which is that of rank 0."""
+
+    save_id: str
+    checkpoint: str
 
 
 def reference(save_id: str) -> dict[str, Any]:
@@ -128,10 +134,10 @@ def load(checkpoint: PathLike, save_id: str, *, rank: int, world: int) -> Sideca
         raise CheckpointError(f"{folder} holds files of {sorted(worlds)} ranks: keep those of one save.")
     saved = worlds.pop() if worlds else world
     ranks = {one for one, _ in found}
-    missing = list(islice((one for one in range(saved) if one not in ranks), _SHOWN + 1))
+    missing = list(islice((one for one in range(saved) if one not in ranks), SHOWN + 1))
     if missing:
         raise CheckpointError(
-            f"{folder} lacks the state of rank {_some(missing)} of {saved}. Copy the files of all ranks into it, from "
+            f"{folder} lacks the state of rank {some(missing)} of {saved}. Copy the files of all ranks into it, from "
             "the disks of all hosts if they share none; or remove it, to go on from the checkpoint alone."
         )
     parts = [_read(folder, save_id, old, saved) for old in range(saved) if old % world == rank]
@@ -154,81 +160,41 @@ def remove(checkpoint: PathLike) -> None:
     shutil.rmtree(_folder(checkpoint), ignore_errors=True)
 
 
-def save_together(checkpoint: PathLike, tree: Tree, group: dist.ProcessGroup | None, *, seconds: float = 60.0) -> str:
-    """Writes the sidecars of all ranks, and returns their save_id when all are on disk. Call it on every rank.
+def save_together(checkpoint: PathLike, tree: Tree, group: dist.ProcessGroup | None, *, seconds: float = 60.0) -> Saved:
+    """Writes the sidecars of all ranks, and returns when all are on disk. Call it on every rank.
 
     Args:
+        checkpoint: where the trainer's file will be. That of rank 0 counts, which writes it: trainers put metrics into
+            names, and ranks may differ in them.
         seconds: how long to wait for ranks to come. For the writing of those that did, the wait is half an hour.
 
     Raises:
         CheckpointError: a rank did not come, or could not write; on every rank that did come.
     """
-    save_id = agree_on_save(group, seconds=seconds)
+    saved = agree_on_save(checkpoint, group, seconds=seconds)
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
     failure = ""
     try:
-        save(checkpoint, tree, rank=dist.get_rank(group), world=dist.get_world_size(group), save_id=save_id)
+        save(saved.checkpoint, tree, rank=rank, world=world, save_id=saved.save_id)
     except CheckpointError as error:
-        failure = str(error)
+        failure = str(error)[:600]
     remedy = "The disk is too slow, or the rank died; the checkpoint before this one is whole."
-    failures = [text for text in _meet(group, failure, _WRITING, remedy) if text]
+    failures = [text for text in meet(group, failure, _WRITING, remedy) if text]
     if failures:
         raise CheckpointError(" | ".join(failures[:4]))
-    return save_id
+    return saved
 
 
-def agree_on_save(group: dist.ProcessGroup | None, *, seconds: float = 60.0) -> str:
-    """Meets the other ranks, and gives all of them the same new save_id. It goes through the group's store, since its
-    collectives may be under way. Call it on every rank.
+def agree_on_save(checkpoint: PathLike, group: dist.ProcessGroup | None, *, seconds: float = 60.0) -> Saved:
+    """Meets the other ranks, and gives all of them the same new save_id and the path of rank 0. Call it on every rank.
 
     Raises:
         CheckpointError: on the ranks that came, naming those that did not within ``seconds``.
     """
     remedy = "Call save on every rank, not only on the main process; nothing was saved."
-    return _checked_id(_meet(group, secrets.token_hex(6), seconds, remedy)[0])
-
-
-def _meet(group: dist.ProcessGroup | None, word: str, seconds: float, remedy: str) -> list[str]:
-    """The words of all ranks, by rank. Meetings are numbered in the store, and one value there closes a meeting and
-    opens the next, so that all who came see one outcome and a rank that failed once can meet again."""
-    group = group or dist.group.WORLD
-    assert group is not None
-    rank, world = group.rank(), group.size()
-    try:
-        store = PrefixStore("commopt", group.get_group_store())
-        opened = store.compare_set("meeting", "", json.dumps({"number": 0})).decode()
-        number = json.loads(opened)["number"]
-        store.set(f"{number}/{rank}", json.dumps(word[:600]))
-        last = store.add(f"{number}/came", 1) == world
-        deadline, pause = time.monotonic() + seconds, 0.001
-        # Not store.wait: it would lock the store of this process against other threads.
-        while (now := store.get("meeting").decode()) == opened:
-            if last or time.monotonic() > deadline:
-                _close(store, opened, number, world)
-            else:
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
-    except RuntimeError as error:
-        raise CheckpointError(f"rank {rank} lost the store of the process group while saving: {error}") from error
-    outcome = json.loads(now)
-    if outcome["number"] == number + 1 and "words" in outcome:
-        return list(outcome["words"])
-    raise CheckpointError(
-        f"rank {_some(outcome.get('absent', []))} of {world} did not come within {seconds:g} s. {remedy}"
-    )
-
-
-def _close(store: Store, opened: str, number: int, world: int) -> None:
-    keys = [f"{number}/{rank}" for rank in range(world)]
-    absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    outcome: dict[str, Any] = {"number": number + 1}
-    if absent:
-        outcome["absent"] = absent
-    else:
-        outcome["words"] = [json.loads(word) for word in store.multi_get(keys)]
-    closed = json.dumps(outcome)
-    if store.compare_set("meeting", opened, closed).decode() == closed:
-        for key in [*keys, f"{number}/came"]:
-            store.delete_key(key)
+    word = json.dumps([secrets.token_hex(6), os.fspath(checkpoint)])
+    save_id, path = json.loads(meet(group, word, seconds, remedy)[0])
+    return Saved(_checked_id(save_id), path)
 
 
 def _folder(checkpoint: PathLike) -> Path:
@@ -322,7 +288,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:_SHOWN])) + (" ..." if len(ranks) > _SHOWN else "")

@@ -88,8 +88,8 @@ class SnapshotRing:
         return sum(snapshot.nbytes for snapshot in self._ring)
 
     def due(self, step: int) -> bool:
-        """Whether a snapshot is to be taken at ``step``."""
-        return step % self.every == 0
+        """Whether a snapshot is to be taken at ``step``: a multiple of ``every`` lies between it and the last one."""
+        return not self._ring or (step + 1) // self.every > (self._ring[-1].step + 1) // self.every
 
     def newest_before(self, step: int) -> int | None:
         """The latest step before ``step`` that can be restored; None where there is none."""

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from commopt.collectives.wire import Wire
-from commopt.engine.fidelity import COORDINATES, Fidelity
+from commopt.engine.fidelity import COORDINATES, LEAST, Fidelity
 from tests.workers import Workers
 
 
@@ -14,7 +14,7 @@ def watch(rank: int, world: int, delivers: str) -> tuple[float, float] | None:
     fidelity = Fidelity(40_000)
     places = fidelity.sample(["a", "b"], torch.arange(40_000))
     numbers = torch.Generator().manual_seed(rank)
-    for step in range(6):
+    for step in range(LEAST + 1):
         mine = torch.randn(40_000, generator=numbers) + 1.0
         mine[:400] *= 8  # one in a hundred
         contributed = fidelity.sample(["a", "b"], mine) / world

@@ -17,7 +17,7 @@ from tests.workers import Workers
 
 def agree_often(rank: int, world: int, times: int) -> list[str]:
     group = dist.new_group()
-    return [agree_on_save(group) for _ in range(times)]
+    return [agree_on_save("x", group).save_id for _ in range(times)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -33,11 +33,11 @@ def save_on_one_rank(rank: int, world: int, alone: int) -> tuple[str, float, flo
     if rank == alone:
         begin = time.monotonic()
         with pytest.raises(CheckpointError) as caught:
-            agree_on_save(group, seconds=0.5)
+            agree_on_save("x", group, seconds=0.5)
         text, spent = str(caught.value), time.monotonic() - begin
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
-    return text, spent, total.item(), agree_on_save(group)
+    return text, spent, total.item(), agree_on_save("x", group).save_id
 
 
 @pytest.mark.parametrize(("alone", "absent"), [(0, "rank 1, 2 of 3"), (2, "rank 0, 1 of 3")])
@@ -56,7 +56,7 @@ def all_but_one(rank: int, world: int) -> str:
     if rank != 1:
         with pytest.raises(CheckpointError) as caught:
             # Of those that came, the first one whose patience ends speaks for all.
-            agree_on_save(None, seconds=0.5 if rank == 0 else 60.0)
+            agree_on_save("x", None, seconds=0.5 if rank == 0 else 60.0)
         text = str(caught.value)
     dist.barrier()
     return text
@@ -72,7 +72,7 @@ def test_all_that_came_are_told(workers: Workers) -> None:
 def amid_collectives(rank: int, world: int) -> tuple[str, float]:
     total = torch.ones(1)
     work = dist.all_reduce(total, async_op=True) if rank == 1 else None  # rank 0 comes to it after it has saved
-    save_id = agree_on_save(None)
+    save_id = agree_on_save("x", None).save_id
     work = work or dist.all_reduce(total, async_op=True)
     assert work is not None
     work.wait()
@@ -88,11 +88,11 @@ def test_collectives_may_be_under_way(workers: Workers) -> None:
 def keys_left(rank: int, world: int) -> int:
     group = dist.group.WORLD
     assert group is not None
-    agree_on_save(group)
+    agree_on_save("x", group)
     dist.barrier()
     before = group.get_group_store().num_keys()
     for _ in range(5):
-        agree_on_save(group)
+        agree_on_save("x", group)
     dist.barrier()
     return int(group.get_group_store().num_keys() - before)
 
@@ -115,10 +115,10 @@ def over_tcp(rank: int, world: int) -> tuple[str, str]:
     text = ""
     if rank == 0:
         with pytest.raises(CheckpointError) as caught:
-            agree_on_save(None, seconds=0.2)
+            agree_on_save("x", None, seconds=0.2)
         text = str(caught.value)
     dist.barrier()
-    save_id = agree_on_save(None)
+    save_id = agree_on_save("x", None).save_id
     dist.barrier()
     return text, save_id
 
@@ -130,7 +130,7 @@ def test_over_tcp(workers: Workers) -> None:
 
 
 def save_and_load(rank: int, world: int, path: str) -> tuple[str, Any]:
-    save_id = save_together(path, {"rank": rank, "tensor": torch.full((2,), float(rank))}, None)
+    save_id = save_together(path, {"rank": rank, "tensor": torch.full((2,), float(rank))}, None).save_id
     others = [load(path, save_id, rank=other, world=world) for other in range(world)]  # all are there by now
     return save_id, [other.tree["rank"] for other in others if other]
 
@@ -150,7 +150,7 @@ def one_is_lost(rank: int, world: int, path: str) -> str:
                 save_together(path, {}, None)
         text = str(caught.value)
     else:
-        agree_on_save(None)
+        agree_on_save("x", None)
     dist.barrier()
     return text
 
