@@ -246,8 +246,17 @@ class Supervisor:
     def _note(self, step: int, action: Action, reason: str, restored: int | None = None) -> None:
         self.monitor.event(Event(step, action, reason, restored))
         went = f" to step {restored}" if restored is not None else ""
-        said = f"{action.replace('_', ' ')}{went}: {reason} (step {step})"
+        said = f"{action.replace('_', ' ')}{went}: {reason} (step {step}). {self._outlook(action)}"
         if action == "skip":  # there may be many
             self.engine.say_once(said, kind=action)
         else:
             self.engine.say(said)
+
+    def _outlook(self, action: Action) -> str:
+        guard, configured = self.guard, self.engine.configured
+        if guard is None or action not in ("fall_back", "roll_back"):
+            return ""
+        if guard.mode == "finished":
+            return "Training goes on without compression."
+        milder = configured.milder(guard.rung + 1).compressor.name
+        return f"Training goes on without compression for {guard.cool_down_left} steps, then with {milder!r}."

@@ -68,6 +68,11 @@ class Guard:
         """How many rungs milder than configured compression is, from the next ``"re_arm"`` on."""
         return self._counts.rung
 
+    @property
+    def cool_down_left(self) -> int:
+        """Steps until compression comes back, while the mode is ``"cooling"``."""
+        return self._counts.cooling_left
+
     def step(self, record: StepRecord, compressed: bool) -> Verdict:
         """Judges a step.
 
