@@ -66,6 +66,32 @@ def test_without_its_state_it_is_another_run(workers: Workers, name: str) -> Non
     assert workers.run(interrupted, 2, name=name, forget=True) == [False, False]
 
 
+def watched(rank: int, world: int, at: int | None, forget: bool) -> list[float | None]:
+    """The sign agreement of two windows, of a run that is resumed at a step."""
+    engine, agreements = engine_of("topk", density=0.02), []
+    for step in range(100):
+        if step == at:
+            state = copy.deepcopy(engine.state_dict())
+            engine.close()
+            engine = engine_of("topk", density=0.02)
+            if forget:
+                state["fidelity"] = engine.state_dict()["fidelity"]
+            engine.load_state_dict(state)
+        exchange(engine, gradients(rank, step, SHAPES))
+        assert engine.record is not None
+        agreements.append(engine.record.sign_agreement)
+    engine.close()
+    return [value for step, value in enumerate(agreements) if step % 50 == 49]
+
+
+def test_a_window_of_fidelity_goes_on_after_a_resume(workers: Workers) -> None:
+    whole = workers.run(watched, 2, at=None, forget=False)
+    assert None not in whole[0]
+    assert workers.run(watched, 2, at=48, forget=False) == whole
+    # What is left of a window says nothing about it.
+    assert [first for first, _ in workers.run(watched, 2, at=48, forget=True)] == [None, None]
+
+
 SHAPES = {"a": (64, 50), "b": (300,), "c": (7, 11, 13)}
 
 

@@ -136,6 +136,40 @@ def test_sidecars_come_and_go_with_their_checkpoints(workers: Workers, tmp_path:
         }
 
 
+class LocalMetric(Regression):
+    """Logs a loss that is another one on each rank."""
+
+    def training_step(self, *args: Any) -> Any:
+        loss = super().training_step(*args)
+        self.log("mine", loss)
+        return loss
+
+
+def local_metric(rank: int, world: int, folder: Path, name: str) -> None:
+    with rank_of_the_group(rank):
+        keep = ModelCheckpoint(folder, name, monitor="mine", save_top_k=2, every_n_train_steps=3)
+        trainer = make_trainer(
+            world, CommOptDDPStrategy(**TOPK), callbacks=[keep], enable_checkpointing=True, max_epochs=4
+        )
+        trainer.fit(LocalMetric(), DataLoader(Points(6 * 8 * world), batch_size=8, shuffle=True))
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.:UserWarning")
+@pytest.mark.parametrize("name", ["{step}", "{step}-{mine:.5f}"])
+def test_ranks_may_differ_in_the_metric_that_names_and_keeps_checkpoints(
+    workers: Workers, tmp_path: Path, name: str
+) -> None:
+    workers.run(local_metric, 2, folder=tmp_path, name=name)
+    checkpoints = sorted(tmp_path.glob("*.ckpt"))
+    assert len(checkpoints) == 2
+    for checkpoint in checkpoints:
+        files = checkpoint.with_name(checkpoint.name + ".commopt").glob("*/*")
+        assert sorted(file.name for file in files) == [f"rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
+    assert len(list(tmp_path.iterdir())) == 4  # and nothing else
+    said = workers.run(resume_from, 2, path=checkpoints[0])
+    assert said == [[], []]
+
+
 def sums(rank: int, world: int, folder: Path, resume: bool) -> tuple[dict[str, Tensor], list[str]]:
     """The residuals of all ranks together: as saved, or as they are after a resume before the first batch."""
     summed: dict[str, Tensor] = {}
@@ -177,7 +211,7 @@ def test_another_number_of_ranks_owes_the_same_residuals(workers: Workers, tmp_p
 def resume_from(rank: int, world: int, path: Path, strategy: Any = None) -> list[str]:
     with rank_of_the_group(rank), warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", category=CommOptWarning)
-        trainer = make_trainer(world, strategy or CommOptDDPStrategy(**TOPK), max_epochs=2)
+        trainer = make_trainer(world, strategy or CommOptDDPStrategy(**TOPK), max_epochs=5)
         trainer.fit(Regression(), Batches(rank, 3), ckpt_path=path)
     return [str(warning.message) for warning in caught]
 
