@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         from commopt.monitor.report import read, write
     except ImportError as error:
-        raise ConfigError(f"commopt report needs {error.name}: pip install 'commopt[report]'.") from error
+        raise ConfigError("commopt report needs matplotlib and jinja2: pip install matplotlib jinja2") from error
     page = options.out or options.directory / "commopt.html"
     summary = write(read(options.directory), page, options.png, options.gpu_hour_price)
     console = Console()
