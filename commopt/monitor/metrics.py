@@ -1,4 +1,4 @@
-"""What the network costs, as a torchmetrics metric that reduces over ranks."""
+"""What communication costs, as a torchmetrics metric that reduces over ranks."""
 
 from dataclasses import astuple, fields
 from typing import Any

@@ -85,7 +85,7 @@ class Monitor:
 
     def __init__(
         self,
-        directory: Path | None = None,
+        directory: str | Path | None = None,
         *,
         rank: int = 0,
         world: int = 1,
@@ -111,9 +111,10 @@ class Monitor:
         began = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.every = every
         self.run = Run(VERSION, began, world, gpus, threshold, gpu_hour_price, parameters)
-        self._path = directory / FILE_NAME if directory is not None and rank == 0 else None
+        self._path = Path(directory) / FILE_NAME if directory is not None and rank == 0 else None
         self._began = False  # whether the run line stands in the file
         self._state = _State()
+        self._before_resume = 0
 
     def add(self, record: StepRecord) -> Window | None:
         """Counts a step; the window that it completed, or that it ended by being of another plan."""
@@ -144,7 +145,8 @@ class Monitor:
         plans = dict(state.plans)
         if state.window.steps:
             plans[state.plan] = add_up([plans.get(state.plan, Totals()), state.window])
-        return Summary(plans, tuple(state.events), self.run.threshold, self.run.hour_price)
+        run = self.run
+        return Summary(plans, tuple(state.events), run.threshold, run.hour_price, self._before_resume)
 
     def close(self) -> Window | None:
         """Ends the window under way, which it returns, and writes the summary. Steps that follow begin another run."""
@@ -175,11 +177,13 @@ class Monitor:
             events = [from_plain(Event, event) for event in values.pop("events")]
             losses, norms = ([float(value) for value in values.pop(name)] for name in ("losses", "norms"))
             rest = from_plain(_Latest, values)
+            before_resume = int(add_up([window, *plans.values()]).steps)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
                 f"the monitor's state cannot be read: {error}. Nothing of it was taken over."
             ) from error
         self._state = _State(**vars(rest), losses=losses, norms=norms, window=window, plans=plans, events=events)
+        self._before_resume = before_resume
 
     def _end_window(self) -> Window | None:
         state, totals = self._state, self._state.window

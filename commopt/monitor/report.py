@@ -25,7 +25,7 @@ from matplotlib.ticker import EngFormatter, Formatter, MaxNLocator, PercentForma
 from commopt.errors import ReportError
 from commopt.monitor import FILE_NAME, VERSION, Run
 from commopt.monitor.plain import from_plain
-from commopt.monitor.summary import COLUMNS, Summary, Totals, Window, add_up, cells, described, seconds, size
+from commopt.monitor.summary import COLUMNS, LEGEND, Summary, Totals, Window, add_up, cells, described, seconds, size
 from commopt.records import Event
 
 INK, LINE, PAPER = "#24292f", "#d0d7de", "#ffffff"
@@ -43,6 +43,7 @@ SMALL_EVENTS: Mapping[str, str] = {"skip": "^", "note": "."}  # there may be man
 DASHED = (0, (3, 2))
 FEW, MANY = 40, 400  # windows up to which each one gets a dot, and from which on a line through them all is a blot
 HUGE = 1e100  # axes cannot hold more
+SHOWN_RUNS = 10
 
 STYLE: Any = {
     "figure.constrained_layout.w_pad": 0.12,
@@ -132,9 +133,10 @@ def read(directory: Path) -> Log:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise ReportError(
-            f"{path} cannot be read: {error.strerror}. Give the directory that the monitor wrote to."
-        ) from error
+        below = sorted(directory.glob(f"*/**/{FILE_NAME}"), key=lambda found: found.stat().st_mtime, reverse=True)
+        names = ", ".join(str(found.parent) for found in below[:SHOWN_RUNS])
+        remedy = f"The latest runs below that: {names}." if below else "Give the directory that the monitor wrote to."
+        raise ReportError(f"{path} cannot be read: {error.strerror}. {remedy}") from error
     sections: list[Section] = []
     notes: list[str] = []
     unfinished = 0  # number of a line that ends in the middle, perhaps because its process did
@@ -223,10 +225,10 @@ def render_page(log: Log, summary: Summary, figure: Figure) -> str:
     tiles = {
         "steps": f"{total.steps:.0f}",
         "time": seconds(total.step_seconds),
-        "waited for the network": f"{total.exposed_share:.1%}",
+        "waited for gradients": f"{total.exposed_share:.1%}",
         "communication to computation": f"{total.ratio:.2f}",
         "compression": f"{total.compression_ratio:.1f} x",
-        "bytes saved on each rank": size(total.bytes_uncompressed - total.bytes_sent),
+        "bytes saved on each rank": size(total.bytes_saved),
         "skipped steps": f"{total.skipped:.0f}",
         "events": str(len(summary.events)),
     }
@@ -238,6 +240,7 @@ def render_page(log: Log, summary: Summary, figure: Figure) -> str:
         log=log,
         tiles=tiles,
         columns=COLUMNS,
+        legend=LEGEND,
         rows=rows,
         summary=summary,
         events=[(event, described(event)) for event in summary.events],

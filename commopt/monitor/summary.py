@@ -62,13 +62,18 @@ class Totals:
 
     @property
     def exposed_share(self) -> float:
-        """The share of the time that backward waited for the network."""
+        """The share of the time that backward waited for gradients: the network, compression, slower ranks."""
         return _over(self.exposed_seconds, self.step_seconds)
 
     @property
     def compression_ratio(self) -> float:
         """Uncompressed over sent bytes; 1 before anything was sent."""
         return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
+
+    @property
+    def bytes_saved(self) -> float:
+        """What compression spared; 0 where more was sent, as in uncompressed steps, whose vote comes on top."""
+        return max(self.bytes_uncompressed - self.bytes_sent, 0.0)
 
     @property
     def throughput(self) -> float | None:
@@ -145,14 +150,16 @@ class Summary:
     Args:
         plans: totals by name of the compressor, ``"none"`` for none.
         events: in the order in which they happened.
-        threshold: exposed share under which compression is not worth it.
+        threshold: see ``advice``.
         hour_price: of all GPUs together; None where it is not known.
+        before_resume: steps among them that were taken before the run was resumed.
     """
 
     plans: Mapping[str, Totals]
     events: Sequence[Event]
     threshold: float
     hour_price: float | None
+    before_resume: int = 0
 
     @property
     def total(self) -> Totals:
@@ -170,16 +177,23 @@ class Summary:
         return add_up(totals for name, totals in self.plans.items() if name != UNCOMPRESSED)
 
     @property
+    def slow_down(self) -> float | None:
+        """Seconds of a compressed step over those of an uncompressed one; None where not both were measured."""
+        plain, compressed = self.uncompressed, self.compressed
+        if not plain.step_seconds or not compressed.step_seconds:
+            return None
+        return (compressed.step_seconds / compressed.steps) / (plain.step_seconds / plain.steps)
+
+    @property
     def comparison(self) -> str:
         """What the run would have cost uncompressed, as far as it was measured."""
         plain, compressed = self.uncompressed, self.compressed
         if not compressed.steps:
             return "No step was compressed."
-        if not plain.steps or not plain.step_seconds or not compressed.step_seconds:
-            return (
-                "What the run would have cost uncompressed was not measured: every step was compressed. A few steps "
-                "with compression switched off would tell."
-            )
+        if not self.total.bytes_sent:
+            return "Nothing was sent."
+        if self.slow_down is None:
+            return "What the run would have cost uncompressed was not measured: every step was compressed."
         before, after = plain.step_seconds / plain.steps, compressed.step_seconds / compressed.steps
         saved = (before - after) * compressed.steps
         text = (
@@ -188,7 +202,7 @@ class Summary:
             f"{compressed.exposed_share:.1%} of it. "
         )
         if saved <= 0:
-            return text + f"Compression cost {seconds(-saved)} of this run: switch it off here."
+            return text + f"Compression cost {seconds(-saved)} of this run."
         worth = f", worth {saved / 3600 * self.hour_price:.2f}" if self.hour_price is not None else ""
         return text + f"Uncompressed, the compressed steps would have taken {seconds(saved)} longer{worth}."
 
@@ -198,51 +212,78 @@ class Summary:
         measured = self.uncompressed if self.uncompressed.steps else self.compressed
         if not measured.step_seconds:
             return "No step was measured."
-        compressed = not self.uncompressed.steps
-        return advice(measured.exposed_share, self.threshold, compressed=compressed, hour_price=self.hour_price)
+        if not self.total.bytes_sent:
+            return "One process exchanges nothing: there is nothing to compress."
+        return advice(
+            measured.exposed_share,
+            self.threshold,
+            compressed=not self.uncompressed.steps,
+            slow_down=self.slow_down,
+            hour_price=self.hour_price,
+        )
 
 
 def advice(
-    exposed_share: float, threshold: float = 0.2, *, compressed: bool = False, hour_price: float | None = None
+    exposed_share: float,
+    threshold: float = 0.2,
+    *,
+    compressed: bool = False,
+    slow_down: float | None = None,
+    hour_price: float | None = None,
 ) -> str:
-    """Whether it pays to do something about the network.
+    """Whether it pays to do something about communication: one recommendation.
 
     A step that waits for the share s of its time takes at least 1 - s of it without the waiting: nothing that is done
     about communication gives more than a speed-up of 1/(1 - s).
 
     Args:
         exposed_share: s, from 0 to 1.
-        threshold: the s under which to do nothing.
+        threshold: the s under which to do nothing, as long as ``slow_down`` is not known.
         compressed: whether s is that of steps that were compressed already.
+        slow_down: seconds of a compressed step over those of an uncompressed one; where both were measured it decides.
         hour_price: of all GPUs together, in any currency.
     """
     waited = f"{'Compressed' if compressed else 'Uncompressed'} steps waited {exposed_share:.1%} of their time"
+    causes = "network, compression, slower ranks" if compressed else "network, slower ranks"
     bound = f"at most {1 / (1 - exposed_share):.2f} times as fast" if exposed_share < 1 else "without a bound"
     further = "further compression" if compressed else "compression"
-    text = f"{waited} for the network. The most that any {further} can give is 1/(1 - {exposed_share:.3f}): {bound}. "
+    text = (
+        f"{waited} for gradients ({causes}). The most that any {further} can give is 1/(1 - {exposed_share:.3f}): "
+        f"{bound}. "
+    )
     if compressed:
         text += "This is the share that is left after compression, not that of an uncompressed run. "
-    if exposed_share < threshold:
+    if slow_down is not None and slow_down < 1:
+        text += "Recommended: go on compressing."
+    elif slow_down is not None:
+        text += f"Recommended: train uncompressed here: compressed, a step takes {slow_down:.2f} times as long."
+        text += " A cheaper compressor may still help." if exposed_share >= threshold else ""
+    elif exposed_share < threshold:
         remedy = "leave it as it is" if compressed else "do nothing, train uncompressed"
         text += (
             f"That is under the threshold of {threshold:.0%}. Recommended: {remedy}. The codec's time and what is lost "
             "of the gradients are a price for little."
         )
     elif compressed:
-        text += "Recommended: try a stronger compressor, or a faster network."
+        text += (
+            "Recommended: measure some uncompressed steps first: handle.disable(), or "
+            "trainer.strategy.disable_compression(), and enable again 50 steps later."
+        )
     else:
         text += "Recommended: compress."
     if hour_price is not None:
         cost = exposed_share * hour_price
         text += (
-            f" At {hour_price:.2f} an hour for all GPUs the waiting costs {cost:.2f} an hour, {24 * cost:.2f} a day."
+            f" At {hour_price:.2f} an hour for all ranks together the waiting costs {cost:.2f} an hour, "
+            f"{24 * cost:.2f} a day."
         )
     return text
 
 
 def render(summary: Summary) -> RenderableType:
     """The summary for a terminal: time by part for each compressor, bytes, events and advice."""
-    table = Table("", title="Communication")
+    before = f", {summary.before_resume} of the steps before this resume" if summary.before_resume else ""
+    table = Table("", title=f"Communication{before}")
     columns = [(name, cells(totals)) for name, totals in summary.plans.items()]
     if len(columns) > 1:
         columns.append(("all", cells(summary.total)))
@@ -250,7 +291,7 @@ def render(summary: Summary) -> RenderableType:
         table.add_column(Text(name), justify="right")
     for label, *row in zip(COLUMNS, *(column for _, column in columns), strict=True):
         table.add_row(label, *row)
-    parts: list[RenderableType] = [table]
+    parts: list[RenderableType] = [table, Text(LEGEND, style="dim")]
     if summary.events:
         last = summary.events[-SHOWN_EVENTS:]
         more = f", the last {len(last)} of {len(summary.events)}" if len(last) < len(summary.events) else ""
@@ -262,7 +303,24 @@ def render(summary: Summary) -> RenderableType:
     return Group(*parts)
 
 
-COLUMNS = ("steps", "skipped", "step", "computing", "exposed", "wire", "codec", "sent", "saved", "ratio", "samples/s")
+COLUMNS = (
+    "steps",
+    "skipped",
+    "step",
+    "computing",
+    "exposed",
+    "wire",
+    "codec",
+    "sent",
+    "saved",
+    "comm/comp",
+    "samples/s",
+)
+LEGEND = (
+    "Times and sent bytes are means of a step. Exposed is what backward waited for; wire is the time inside "
+    "collectives and codec that of compressing, both hidden or not; comm/comp is wire over computing. Saved is the sum "
+    "over all steps."
+)
 
 
 def cells(totals: Totals) -> list[str]:
@@ -280,7 +338,7 @@ def cells(totals: Totals) -> list[str]:
         f"{totals.skipped:.0f}",
         *(seconds(time / steps) for time in times),
         f"{size(totals.bytes_sent / steps)} (1/{totals.compression_ratio:.1f})",
-        size(totals.bytes_uncompressed - totals.bytes_sent),
+        size(totals.bytes_saved),
         f"{totals.ratio:.2f}",
         "-" if totals.throughput is None else f"{totals.throughput:.4g}",
     ]

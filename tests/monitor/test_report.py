@@ -138,6 +138,14 @@ def test_a_directory_without_lines_is_said(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def test_runs_below_a_directory_are_named(tmp_path: Path) -> None:
+    for name in ("version_0", "more/version_1"):
+        Monitor(tmp_path / name).event(Event(0, "note", "began"))
+    with pytest.raises(ReportError, match="latest runs below that: ") as caught:
+        read(tmp_path)
+    assert all(str(tmp_path / name) in str(caught.value) for name in ("version_0", "more/version_1"))
+
+
 def test_steps_that_were_done_again_are_told_apart(tmp_path: Path) -> None:
     monitor = Monitor(tmp_path, every=1)
     for step in [0, 1, 2, 3, 4, 2, 3, 4, 5, 3, 4, 5, 6]:
