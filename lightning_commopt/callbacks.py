@@ -1,16 +1,21 @@
-"""What watches a fit, as Lightning callbacks: they hold the options, and the strategy's supervisor does the work."""
+"""What watches a fit, as Lightning callbacks: they hold the options, and the strategy's supervisor does the work.
 
+The mixins stand before a ``Callback`` of `lightning` or of `pytorch_lightning`, and document it.
+"""
+
+import inspect
+import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from commopt.errors import ConfigError
+from commopt.errors import CommOptWarning, ConfigError, unknown
 from commopt.guard import GuardConfig
 from commopt.monitor import Monitor, Window, render
 from commopt.monitor.metrics import CommunicationMetrics
-from commopt.resume.snapshot import SnapshotRing
 from commopt.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -18,21 +23,22 @@ if TYPE_CHECKING:
 else:
     Callback = object
 
-IN_THE_BAR = ("ratio", "compression_ratio")
+IN_THE_BAR = {"ratio": "comm/comp", "compression_ratio": "saving"}  # short, as the bar has little room
 
 
 class Monitoring(Callback):
-    """Mixin before a ``Callback``: what is measured of each step, and where it goes.
+    """What is measured of each step, and where it goes.
 
     Means over ``every`` steps go to the trainer's loggers as ``commopt/ratio``, ``commopt/exposed_share``,
     ``commopt/compression_ratio``, ``commopt/step_seconds``, ``commopt/throughput``, ``commopt/bytes_sent``,
-    ``commopt/cosine`` ... (see ``commopt.monitor.Window``), over all ranks; the first and the third to the progress
-    bar, too. ``commopt/residual_ratio`` is that of rank 0. ``commopt/events`` and ``commopt/roll_backs`` count what the
-    guard did. Rank 0 appends windows and events to ``commopt.jsonl``, which ``commopt report`` reads.
+    ``commopt/cosine`` ... (see ``commopt.monitor.Window``), over all ranks; the first and the third stand in the
+    progress bar as ``comm/comp`` and ``saving``. ``commopt/residual_ratio`` is that of rank 0. ``commopt/events`` and
+    ``commopt/roll_backs`` count what the guard did. Rank 0 appends windows and events to ``commopt.jsonl``, which
+    ``commopt report`` reads.
 
     Args:
         every: steps of a window; None: the trainer's ``log_every_n_steps``.
-        directory: of ``commopt.jsonl``; None: that of the logger, or the trainer's ``default_root_dir``.
+        directory: of ``commopt.jsonl``; None: that of the logger. Without a logger nothing is written then.
         threshold: exposed share, from 0 to 1, under which the advice is to do nothing.
         gpu_hour_price: of one GPU, in any currency.
         json_lines: whether ``commopt.jsonl`` is written.
@@ -62,11 +68,11 @@ class Monitoring(Callback):
 
     def make(self, trainer: Any, parameters: Mapping[str, Any]) -> Monitor:
         """The monitor of one fit. Call it on all ranks."""
-        directory = self.directory or trainer.log_dir or trainer.default_root_dir  # log_dir is rank 0's
+        directory = self.directory or (trainer.log_dir if trainer.loggers else None)  # log_dir is rank 0's
         real = not trainer.fast_dev_run and not trainer.barebones
         writes = self.json_lines and real and "://" not in str(directory)
         return Monitor(
-            Path(directory) if writes else None,
+            directory if writes else None,
             rank=trainer.global_rank,
             world=trainer.world_size,
             every=self.every or max(trainer.log_every_n_steps, 1),
@@ -76,7 +82,7 @@ class Monitoring(Callback):
         )
 
     def setup(self, trainer: Any, pl_module: "LightningModule", stage: str) -> None:
-        """Refuses a strategy that exchanges nothing through commopt."""
+        """Warns of a strategy that exchanges nothing through commopt: there is nothing to do then."""
         _check_strategy(self, trainer)
         self._logged = None
 
@@ -95,8 +101,9 @@ class Monitoring(Callback):
         latest = {name: getattr(window, name) for name in ("cosine", "sign_agreement", "residual_ratio")}
         more = {name: float(value) for name, value in (counts | latest).items() if value is not None}
         for name, value in (values | more).items():
-            bar = name in IN_THE_BAR
-            pl_module.log(f"commopt/{name}", value, on_step=True, on_epoch=False, prog_bar=bar)
+            pl_module.log(f"commopt/{name}", value, on_step=True, on_epoch=False)
+            if name in IN_THE_BAR:
+                pl_module.log(IN_THE_BAR[name], value, on_step=True, on_epoch=False, prog_bar=True, logger=False)
 
     def on_fit_end(self, trainer: Any, pl_module: "LightningModule") -> None:
         """Prints the table of where the time went."""
@@ -107,7 +114,7 @@ class Monitoring(Callback):
 
 
 class Guarding(Callback):
-    """Mixin before a ``Callback``: when a fit is in trouble, and how far back it can go.
+    """When a fit is in trouble, and how far back it can go.
 
     A roll-back restores weights, optimizers, schedulers, the gradient scaler, the random generators and the exchange,
     and the loop's progress, so that ``global_step`` goes back, too. Batches are drawn again from where they were if
@@ -137,16 +144,23 @@ class Guarding(Callback):
         memory_gb: float | None = None,
         **thresholds: Any,
     ) -> None:
+        own = inspect.signature(Guarding).parameters.keys() - {"thresholds"}
+        valid = own | {entry.name for entry in fields(GuardConfig)}
+        for name in thresholds.keys() - valid:
+            raise unknown(f"argument of {type(self).__name__}:", name, valid)
+        limits = {"snapshot_every": (snapshot_every, 1), "keep": (keep, 1), "memory_gb": (memory_gb or 0, 0)}
+        for name, (value, least) in limits.items():
+            if not value >= least:
+                raise ConfigError(f"{name} must be at least {least}, got {value!r}.")
         self.enabled = enabled
-        self.config = GuardConfig.from_dict(thresholds)
+        self.config = GuardConfig(**thresholds)
         self.monitor = monitor
         self.snapshot_every = snapshot_every
         self.keep = keep
         self.memory = None if memory_gb is None else int(memory_gb * 1e9)
-        SnapshotRing({}, snapshot_every, keep, self.memory)  # checks
 
     def setup(self, trainer: Any, pl_module: "LightningModule", stage: str) -> None:
-        """Refuses a strategy that exchanges nothing through commopt."""
+        """Warns of a strategy that exchanges nothing through commopt: there is nothing to do then."""
         _check_strategy(self, trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: "LightningModule") -> None:
@@ -176,15 +190,18 @@ class Guarding(Callback):
 
 
 def _check_strategy(callback: Callback, trainer: Any) -> None:
-    if not hasattr(trainer.strategy, "supervisor"):
-        raise ConfigError(
-            f"{type(callback).__name__} needs Trainer(strategy='commopt_ddp'), got {type(trainer.strategy).__name__}."
+    if not hasattr(trainer.strategy, "supervisor") and trainer.is_global_zero:
+        warnings.warn(
+            f"{type(callback).__name__} does nothing with {type(trainer.strategy).__name__}: it needs "
+            "Trainer(strategy='commopt_ddp').",
+            CommOptWarning,
+            stacklevel=3,
         )
 
 
 def _supervisor(trainer: Any) -> Supervisor | None:
-    """That of the fit under way; there may be one left from an earlier fit."""
-    supervisor: Supervisor | None = trainer.strategy.supervisor
+    """That of the fit under way; there may be one left from an earlier fit, and other strategies have none."""
+    supervisor: Supervisor | None = getattr(trainer.strategy, "supervisor", None)
     return supervisor if trainer.state.fn == "fit" else None
 
 

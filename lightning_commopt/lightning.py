@@ -8,12 +8,12 @@ from lightning_commopt.callbacks import Guarding, Monitoring
 from lightning_commopt.strategy import CompressedGradients
 
 
-class CommMonitor(Monitoring, Callback):
-    """What is measured of each step, and where it goes; `Monitoring` lists its arguments."""
+class CommMonitor(Monitoring, Callback):  # noqa: D101
+    __doc__ = Monitoring.__doc__  # for help()
 
 
-class DivergenceGuard(Guarding, Callback):
-    """When a fit is in trouble, and how far back it can go; `Guarding` lists its arguments."""
+class DivergenceGuard(Guarding, Callback):  # noqa: D101
+    __doc__ = Guarding.__doc__  # for help()
 
 
 class CommOptDDPStrategy(CompressedGradients, DDPStrategy):

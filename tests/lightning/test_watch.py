@@ -96,10 +96,11 @@ def test_callbacks_that_the_user_did_not_give_are_there_once(workers: Workers, t
     ("make", "message"),
     [
         (lambda: DivergenceGuard(sigmas=8), "did you mean 'sigma'"),
+        (lambda: DivergenceGuard(snapshots_every=8), "argument of DivergenceGuard: .*did you mean 'snapshot_every'"),
         (lambda: DivergenceGuard(sigma=0), "sigma must be"),
-        (lambda: DivergenceGuard(snapshot_every=0), "every = 0"),
-        (lambda: DivergenceGuard(keep=0), "keep = 0"),
-        (lambda: DivergenceGuard(memory_gb=-1), "memory"),
+        (lambda: DivergenceGuard(snapshot_every=0), "snapshot_every must be"),
+        (lambda: DivergenceGuard(keep=0), "keep must be"),
+        (lambda: DivergenceGuard(memory_gb=-1), "memory_gb must be"),
         (lambda: CommMonitor(every=0), "every must be at least 1"),
         (lambda: CommMonitor(threshold=2), "threshold must be"),
         (lambda: CommMonitor(gpu_hour_price=-1), "gpu_hour_price must be"),
@@ -110,14 +111,26 @@ def test_a_wrong_option_is_refused_at_once(make: Any, message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("callback", [CommMonitor, DivergenceGuard])
-def test_another_strategy_is_refused(workers: Workers, callback: type[pl.Callback]) -> None:
-    with pytest.raises(ConfigError, match=rf"{callback.__name__} needs Trainer\(strategy='commopt_ddp'\)"):
-        workers.run(fit_quietly, world=1, strategy="ddp", callbacks=[callback()])
+def listen(rank: int, world: int, **kwargs: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", category=CommOptWarning)
+        fit(rank, world, **kwargs)
+    return [str(warning.message) for warning in caught]
 
 
-def fit_quietly(rank: int, world: int, **kwargs: Any) -> None:
-    fit(rank, world, **kwargs)
+@pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
+def test_with_another_strategy_they_say_so_and_do_nothing(workers: Workers) -> None:
+    (said,) = workers.run(listen, world=1, strategy="auto", callbacks=[CommMonitor(), DivergenceGuard()])
+    assert said == [
+        f"{name} does nothing with SingleDeviceStrategy: it needs Trainer(strategy='commopt_ddp')."
+        for name in ("CommMonitor", "DivergenceGuard")
+    ]
+
+
+@pytest.mark.parametrize("package", [lightning_commopt.lightning, lightning_commopt.pytorch_lightning])
+def test_help_lists_the_arguments(package: Any) -> None:
+    assert "gpu_hour_price: of one GPU" in package.CommMonitor.__doc__
+    assert "snapshot_every: steps between" in package.DivergenceGuard.__doc__
 
 
 def in_the_other_package(rank: int, world: int) -> list[str]:
@@ -143,8 +156,8 @@ def logged(rank: int, world: int, folder: Path) -> tuple[Any, str]:
         logger = CSVLogger(folder)
         trainer = fit(rank, world, callbacks=callbacks, logger=logger, log_every_n_steps=4, val_check_interval=6)
     assert trainer.strategy.supervisor.guard.state_dict()["anchor"] == []  # compressed all the time
-    bar = {"commopt/ratio", "commopt/compression_ratio"}
-    assert {name for name in trainer.progress_bar_metrics if name.startswith("commopt/")} == bar
+    assert trainer.progress_bar_metrics.keys() == {"comm/comp", "saving"}
+    assert not {"comm/comp", "saving"} & trainer.logged_metrics.keys()
     return dict(trainer.logged_metrics), said.getvalue()
 
 
@@ -216,10 +229,10 @@ def test_losses_are_without_the_loss_scale(workers: Workers) -> None:
 # ----------------------------------------------------------------------------------------------- all kinds of trainers
 
 
-def quiet(rank: int, world: int, folder: Path, guard: Any, kwargs: dict[str, Any]) -> tuple[list[str], bool]:
+def quiet(rank: int, world: int, folder: Path, callbacks: Any, kwargs: dict[str, Any]) -> tuple[list[str], bool]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", category=CommOptWarning)
-        trainer = fit(rank, world, default_root_dir=folder, callbacks=guard, **kwargs)
+        trainer = fit(rank, world, default_root_dir=folder, callbacks=callbacks, **kwargs)
     supervisor = trainer.strategy.supervisor
     assert supervisor.ring is None or supervisor.ring.steps == []
     assert supervisor.handle.judge is None
@@ -229,28 +242,27 @@ def quiet(rank: int, world: int, folder: Path, guard: Any, kwargs: dict[str, Any
 @pytest.mark.filterwarnings("ignore:You are trying to .self.log:UserWarning")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
-    ("kwargs", "files"),
+    ("written", "directory", "kwargs"),
     [
-        ({}, ["commopt.jsonl"]),
-        ({"callbacks": [CommMonitor(json_lines=False)]}, []),
-        ({"fast_dev_run": True}, []),
-        ({"barebones": True}, []),
-        ({"enable_progress_bar": True}, ["commopt.jsonl"]),
+        (False, False, {}),  # without a logger there is no place of this fit's own
+        (True, True, {}),
+        (False, True, {"fast_dev_run": True}),
+        (False, True, {"barebones": True}),
+        (True, True, {"enable_progress_bar": True}),
     ],
-    ids=str,
 )
 def test_trainers_of_all_kinds(
-    workers: Workers, tmp_path: Path, world: int, kwargs: dict[str, Any], files: list[str]
+    workers: Workers, tmp_path: Path, world: int, written: bool, directory: bool, kwargs: dict[str, Any]
 ) -> None:
-    guard = kwargs.get("callbacks", [])
-    rest = {key: value for key, value in kwargs.items() if key != "callbacks"}
-    assert workers.run(quiet, world, folder=tmp_path, guard=guard, kwargs=rest) == [([], False)] * world
-    assert [path.name for path in tmp_path.iterdir()] == files
+    for json_lines in (False, True):
+        callbacks = [CommMonitor(directory=tmp_path if directory else None, json_lines=json_lines)]
+        assert workers.run(quiet, world, folder=tmp_path, callbacks=callbacks, kwargs=kwargs) == [([], False)] * world
+        assert [path.name for path in tmp_path.iterdir()] == ["commopt.jsonl"] * (written and json_lines)
 
 
 def test_a_guard_can_be_left_out(workers: Workers, tmp_path: Path) -> None:
     guard = [DivergenceGuard(enabled=False)]
-    assert workers.run(quiet, folder=tmp_path, guard=guard, kwargs={}) == [([], True)] * 2
+    assert workers.run(quiet, folder=tmp_path, callbacks=guard, kwargs={}) == [([], True)] * 2
 
 
 def evaluate(rank: int, world: int) -> bool:
