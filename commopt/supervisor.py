@@ -173,7 +173,11 @@ class Supervisor:
 
     def _judge(self, record: StepRecord) -> bool:
         """Called at the end of each backward; whether the step may be taken."""
-        self.window = self.monitor.add(record) or self.window
+        taken = self._decide(record)
+        self.window = self.monitor.add(record, taken) or self.window
+        return taken
+
+    def _decide(self, record: StepRecord) -> bool:
         if record.corrupt:  # the engine has said so
             self.monitor.event(Event(record.step, "skip", "checksum: ranks received different mean gradients"))
             return False

@@ -91,6 +91,7 @@ def spoiled(rank: int, world: int, factor: float) -> tuple[list[Action], list[in
             run(170)
         assert same_on_all_ranks(model.parameters())
         assert all(bool(p.isfinite().all()) for p in model.parameters())
+        assert run.supervisor.monitor.summary().total.skipped == handle.stats().skipped_steps == 3
     events = [event.action for event in run.supervisor.monitor.summary().events]
     return events, run.visited, handle.engine.plan.lossless
 

@@ -5,7 +5,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -116,14 +116,15 @@ class Monitor:
         self._state = _State()
         self._before_resume = 0
 
-    def add(self, record: StepRecord) -> Window | None:
-        """Counts a step; the window that it completed, or that it ended by being of another plan."""
+    def add(self, record: StepRecord, taken: bool = True) -> Window | None:
+        """Counts a step, and whether the guard let it be taken; the window that it completed, or that it ended by being
+        of another plan."""
         state, done = self._state, None
         if record.plan != state.plan:
             done = self._end_window()
             state.plan, state.cosine, state.sign_agreement, state.residual_ratio = record.plan, None, None, None
         state.step = record.step
-        state.window.add(record, self.run.world)
+        state.window.add(record, self.run.world, taken)
         if record.loss is not None and math.isfinite(record.loss):
             state.losses.append(record.loss)
         if math.isfinite(record.gradient_norm):
@@ -159,11 +160,14 @@ class Monitor:
         return last
 
     def state_dict(self) -> dict[str, Any]:
-        """Totals, events and the window under way, as plain values of JSON."""
-        return {"version": VERSION, **to_plain(self._state)}
+        """Totals and events, as plain values of JSON. The window under way counts among the totals: whoever goes on
+        begins another one, since this run writes it, too."""
+        state = self._state
+        latest = {entry.name: getattr(state, entry.name) for entry in fields(_Latest)}
+        return {"version": VERSION, **to_plain({**latest, "plans": self.summary().plans, "events": state.events})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what ``state_dict`` gave.
+        """Goes on from what ``state_dict`` gave, with a new window.
 
         Raises:
             CheckpointError: it gave something else; the monitor stays as it was.
@@ -172,17 +176,15 @@ class Monitor:
             values = dict(state)
             if values.pop("version") != VERSION:
                 raise ValueError(f"its version is not {VERSION}")
-            window = from_plain(Totals, values.pop("window"))
             plans = {str(name): from_plain(Totals, totals) for name, totals in dict(values.pop("plans")).items()}
             events = [from_plain(Event, event) for event in values.pop("events")]
-            losses, norms = ([float(value) for value in values.pop(name)] for name in ("losses", "norms"))
-            rest = from_plain(_Latest, values)
-            before_resume = int(add_up([window, *plans.values()]).steps)
+            latest = from_plain(_Latest, values)
+            before_resume = int(add_up(plans.values()).steps)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
                 f"the monitor's state cannot be read: {error}. Nothing of it was taken over."
             ) from error
-        self._state = _State(**vars(rest), losses=losses, norms=norms, window=window, plans=plans, events=events)
+        self._state = _State(**vars(latest), plans=plans, events=events)
         self._before_resume = before_resume
 
     def _end_window(self) -> Window | None:

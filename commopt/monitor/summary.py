@@ -40,10 +40,10 @@ class Totals:
     samples: float = 0.0
     sampled_seconds: float = 0.0
 
-    def add(self, record: StepRecord, world: int = 1) -> None:
-        """Counts one step of one of ``world`` ranks."""
+    def add(self, record: StepRecord, world: int = 1, taken: bool = True) -> None:
+        """Counts one step of one of ``world`` ranks, and whether the guard let it be taken."""
         self.steps += 1
-        self.skipped += not record.usable
+        self.skipped += not (record.usable and taken)
         self.step_seconds += record.step_seconds
         self.compute_seconds += record.compute_seconds
         self.exposed_seconds += record.exposed_seconds
