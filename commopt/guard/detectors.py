@@ -1,5 +1,6 @@
 """What looks at one series of numbers each: a spike, or a drift. Plain Python, a few microseconds a step."""
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
@@ -58,7 +59,8 @@ class Spike:
     A value is a spike where its distance from the window's median is more than ``sigma`` times the window's scale, and
     more than ``MARGIN`` times the largest such distance of the last ``MEMORY`` accepted values. The scale is the larger
     of the standard deviation and the scaled median absolute deviation. The second condition carries heavy tails: where
-    noise falls off as x^-3, one value in MARGIN^3 x MEMORY passes it.
+    noise falls off as x^-3, one value in MARGIN^3 x MEMORY passes it. It ends at ten times the median, lest one outlier
+    make room for a larger one.
 
     Args:
         window: values; there is no verdict before it is full.
@@ -67,6 +69,7 @@ class Spike:
 
     MARGIN = 3.0
     MEMORY = 2048
+    BEYOND = math.log(10)  # ten times the median is no noise, whatever was shown before
     FLOOR = 0.01  # of the scale, relative to the value: for training that is hardly noisy
 
     def __init__(self, window: int, sigma: float) -> None:
@@ -90,7 +93,8 @@ class Spike:
             return None
         centre = self._median()
         distance = value - centre
-        if distance <= self.MARGIN * self._shown.largest():
+        shown = self.MARGIN * self._shown.largest()
+        if distance <= (min(shown, self.BEYOND) if relative else shown):
             return None
         floor = self.FLOOR if relative else self.FLOOR * abs(centre)
         sigmas = distance / max(pstdev(self._sorted), self._robust(centre), floor, TINY)
@@ -104,7 +108,7 @@ class Spike:
             distance = max(value - centre, 0.0)
             if len(self._values) < self.window:
                 # Nothing is judged yet: what may be trouble must not pass for ordinary noise.
-                distance = min(distance, self.sigma * self._robust(centre))
+                distance = min(distance, self.sigma * self._robust(centre) / 2)
             self._shown.add(distance)
         if len(self._values) == self.window:
             del self._sorted[bisect_left(self._sorted, self._values[0])]

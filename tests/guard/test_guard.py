@@ -96,6 +96,14 @@ def test_a_norm_that_falls_at_first_does_not_hide_a_spike() -> None:
     assert actions(run.go(1, gradient_norm=50.0)) == ["skip"]
 
 
+def test_a_restless_norm_does_not_hide_what_is_ten_times_too_large() -> None:
+    run = Run()
+    run.go(200)
+    for norm in (1.8, 3.0, 5.0, 9.0):  # each of them accepted, given the one before
+        assert actions(run.go(1, gradient_norm=norm) + run.go(20)) == []
+    assert actions(run.go(1, gradient_norm=50.0)) == ["skip"]
+
+
 def test_what_falls_is_no_spike() -> None:
     run = Run()
     assert actions(run.go(200) + run.go(5, gradient_norm=0.001, loss=0.1)) == []
