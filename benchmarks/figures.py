@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks import divergence, guard, overhead, parity, soak, steptime
+from benchmarks import divergence, fidelity, guard, overhead, parity, soak, steptime
 
 DOCS = Path(__file__).parent.parent / "docs"
 STEP_COLUMNS = (
@@ -46,6 +46,11 @@ SOAK_COLUMNS = (
     "100, flipped bits in checked mode, codecs out of memory, ranks that switch compression off and on. A step "
     "that is skipped is done again, so that both trainings take as many. *ranks apart*: how often the parameters "
     "of two ranks differed, compared every five steps."
+)
+FIDELITY_COLUMNS = (
+    "Sums over 50 steps of delivered and of true mean gradients, one figure a window. *sign agreement*: the mean product "
+    "of their signs; Adam moves each coordinate by about its sign. Held against the table above it tells, and the "
+    "cosine does not, which compressors reach the loss of plain DDP. *the guard*: what its defaults do about it."
 )
 OVERHEAD_COLUMNS = (
     "The median, over the rounds, of the ratio of median step times with and without monitor, guard and sampling; "
@@ -80,6 +85,7 @@ FIGURES = (
         ("--rate", "loopback", "--hosts", "2", "--rounds", "10"),
     ),
     Figure("parity", "Validation loss", PARITY_COLUMNS, parity, ()),
+    Figure("fidelity", "What arrives of the true gradient", FIDELITY_COLUMNS, fidelity, ()),
     Figure("divergence", "Runs that a compressor spoils", DIVERGENCE_COLUMNS, divergence, ()),
     Figure("soak", "A run full of faults", SOAK_COLUMNS, soak, ("--seeds", "0", "1", "2")),
     Figure("guard", "False alarms, and how soon trouble is found", GUARD_COLUMNS, guard, ()),
