@@ -48,9 +48,10 @@ SOAK_COLUMNS = (
     "of two ranks differed, compared every five steps."
 )
 FIDELITY_COLUMNS = (
-    "Sums over 50 steps of delivered and of true mean gradients, one figure a window. *sign agreement*: the mean product "
-    "of their signs; Adam moves each coordinate by about its sign. Held against the table above it tells, and the "
-    "cosine does not, which compressors reach the loss of plain DDP. *the guard*: what its defaults do about it."
+    "Sums over 50 steps of delivered and of true mean gradients, one figure a window. *sign agreement*: the mean "
+    "product of their signs; Adam moves each coordinate by about its sign. Held against the table above it tells, "
+    "and the cosine does not, which compressors reach the loss of plain DDP. *the guard*: what its defaults do "
+    "about it."
 )
 OVERHEAD_COLUMNS = (
     "The median, over the rounds, of the ratio of median step times with and without monitor, guard and sampling; "
