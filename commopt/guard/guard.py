@@ -39,6 +39,7 @@ class _Counts:
     bad_window_onset: int = 0
     window_start: int = 0
     bad_validations: int = 0
+    sound: int = 0  # 1 where the roll-back that is due was for spikes, which no series has taken in
 
 
 class Guard:
@@ -120,9 +121,11 @@ class Guard:
         return self._alarm("fall_back", f"validation: {value:.4g} at step {step}, worse {BAD_VALIDATIONS} times{best}")
 
     def rolled_back(self, step: int) -> None:
-        """Training went back, and ``step`` is the next one. What was seen of the steps after it is forgotten."""
-        self._loss.reset()
-        self._norm.reset()
+        """Training went back, and ``step`` is the next one. What was seen is forgotten where it may hold trouble."""
+        if not self._counts.sound:
+            self._loss.reset()
+            self._norm.reset()
+        self._counts.sound = 0
         self._drift.reset(self._logarithmic)
         self._forget_rows()
         self._counts.non_finite = self._counts.since_compressed = 0
@@ -189,7 +192,9 @@ class Guard:
             if counts.spikes < SPIKE_ROW:
                 return Verdict("skip", reason)
             if compressed:
-                return self._alarm("roll_back", f"{reason}: its level has changed", counts.spike_onset)
+                verdict = self._alarm("roll_back", f"{reason}: its level has changed", counts.spike_onset)
+                counts.sound = 1
+                return verdict
             self._loss.reset()  # a new level, which compression has not brought about
             self._norm.reset()
             break
@@ -242,6 +247,7 @@ class Guard:
     def _alarm(self, action: Literal["fall_back", "roll_back"], reason: str, onset: int | None = None) -> Verdict:
         counts = self._counts
         counts.alarms += 1
+        counts.sound = 0
         counts.roll_backs += action == "roll_back"
         counts.cooling_left = self._cool_down()
         self.mode = "finished" if counts.roll_backs >= self.config.roll_backs else "cooling"

@@ -122,6 +122,15 @@ def test_three_spikes_in_a_row_roll_back_to_before_the_first() -> None:
     assert verdicts[-1].onset == 200
 
 
+def test_after_a_roll_back_for_spikes_the_next_one_is_seen_at_once() -> None:
+    run = Run(cool_down=5)
+    run.go(200)
+    run.go(3, gradient_norm=30.0)
+    run.guard.rolled_back(150)
+    run.go(10, compressed=False)
+    assert actions(run.go(1, gradient_norm=30.0)) == ["skip"]
+
+
 def test_without_compression_a_new_level_is_accepted() -> None:
     run = Run()
     run.go(200, compressed=False)
