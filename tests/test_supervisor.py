@@ -178,3 +178,29 @@ def differs(rank: int, world: int) -> None:
 def test_ranks_that_differ_after_a_roll_back_say_so(workers: Workers) -> None:
     with pytest.raises(commopt.MismatchError, match="parameters after the roll-back"):
         workers.run(differs, world=2)
+
+
+def other_settings(rank: int, world: int, setting: str) -> None:
+    model = DDP(MLP(), bucket_cap_mb=SMALL_BUCKETS)
+    with attached(model, "int8") as handle:
+        states: dict[str, Any] = {"model": model} if setting != "states" or rank == 0 else {}
+        guard = GuardConfig(min_agreement=0.5 if setting == "guard" and rank == 0 else 0.1)
+        Supervisor(handle, states, guard=guard)
+
+
+@pytest.mark.parametrize("setting", ["guard", "states"])
+def test_ranks_that_watch_for_other_things_say_so_at_once(workers: Workers, setting: str) -> None:
+    with pytest.raises(commopt.MismatchError, match=setting):
+        workers.run(other_settings, world=2, setting=setting)
+
+
+def twice(rank: int, world: int) -> None:
+    model = DDP(MLP(), bucket_cap_mb=SMALL_BUCKETS)
+    with attached(model, "int8") as handle:
+        Supervisor(handle, {"model": model})
+        Supervisor(handle, {"model": model})
+
+
+def test_a_handle_has_one_supervisor(workers: Workers) -> None:
+    with pytest.raises(commopt.AttachError, match="close it first"):
+        workers.run(twice, world=2)

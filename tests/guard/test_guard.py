@@ -291,6 +291,14 @@ def test_a_finished_run_that_diverges_stops() -> None:
     assert "compression" in verdict.reason
 
 
+def test_a_finished_run_that_the_user_compresses_again_falls_back_and_does_not_stop() -> None:
+    run = finished()
+    assert actions(run.go(500, compressed=True)) == []
+    verdict = first(run.go(300, compressed=True, level=rising))
+    assert verdict.action == "fall_back"
+    assert run.mode() == "finished"
+
+
 def test_a_finished_run_without_finite_gradients_stops() -> None:
     assert actions(finished().go(20, compressed=False, finite=False)) == ["skip"] * 19 + ["stop"]
 
