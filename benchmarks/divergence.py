@@ -10,7 +10,6 @@ Two processes that stay alive do all trainings over loopback, one after the othe
 
 import argparse
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 import commopt
 from benchmarks import results
-from benchmarks.loopback import Loopback
+from benchmarks.loopback import on_each_rank
 from benchmarks.parity import LIMIT, LR_WARM_UP, evaluate
 from benchmarks.variants import TIMEOUT, Variant
 from recipes.gpt.train import GPT, SIZES, Batches, load_text, next_token_loss, warmup_cosine
@@ -195,8 +194,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     if "RANK" not in os.environ:
-        with Loopback(RANKS) as lab:
-            return lab.run([sys.executable, "-m", "benchmarks.divergence", *sys.argv[1:]])
+        return on_each_rank("benchmarks.divergence", RANKS)
     warnings.simplefilter("ignore", commopt.CommOptWarning)  # what the guard does is in the table
     config = SIZES[args.model]
     setup = {"ranks": RANKS, "model": args.model, "batch": f"{args.batch_size} x {config.block_size} tokens a rank"}

@@ -8,7 +8,6 @@ Every variant trains the same model from the same weights on the same batches wi
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from rich.progress import track
 from torch import nn
 
 from benchmarks import results
-from benchmarks.loopback import Loopback
+from benchmarks.loopback import on_each_rank
 from benchmarks.parity import CONTROL, LR_WARM_UP
 from benchmarks.variants import TIMEOUT, Variant
 from commopt import GuardConfig
@@ -108,8 +107,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     if "RANK" not in os.environ:
-        with Loopback(RANKS) as lab:
-            return lab.run([sys.executable, "-m", "benchmarks.fidelity", *sys.argv[1:]])
+        return on_each_rank("benchmarks.fidelity", RANKS)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     quiet = dist.get_rank() != 0
     watched = track(args.variants, "compressors", console=Console(stderr=True), disable=quiet)

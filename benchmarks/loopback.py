@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -88,6 +89,14 @@ class Loopback:
         with socket.socket() as probe:
             probe.bind((self.master, 0))
             return int(probe.getsockname()[1])
+
+
+def on_each_rank(module: str, ranks: int) -> int:
+    """Runs ``python -m module`` with the arguments of this process, once a rank; the exit status. Whoever ends this
+    process ends them."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with Loopback(ranks) as lab:
+        return lab.run([sys.executable, "-m", module, *sys.argv[1:]])
 
 
 def _kill(processes: list[subprocess.Popen[Any]]) -> None:

@@ -10,7 +10,6 @@ between two of them.
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commopt
 from benchmarks import results
-from benchmarks.loopback import Loopback
+from benchmarks.loopback import on_each_rank
 from benchmarks.variants import TIMEOUT, WARM_UP
 from commopt.engine.fidelity import Fidelity
 from lightning_commopt import CommOptDDPStrategy
@@ -166,8 +165,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     if "RANK" not in os.environ:
-        with Loopback(RANKS) as lab:
-            return lab.run([sys.executable, "-m", "benchmarks.overhead", *sys.argv[1:]])
+        return on_each_rank("benchmarks.overhead", RANKS)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     with tempfile.TemporaryDirectory() as directory:
         found = measure(args, Path(directory))

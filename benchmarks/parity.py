@@ -14,9 +14,7 @@ import argparse
 import json
 import math
 import os
-import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import results
-from benchmarks.loopback import Loopback
+from benchmarks.loopback import on_each_rank
 from benchmarks.variants import TIMEOUT, Variant
 from recipes.gpt.train import GPT, SIZES, batches, load_text, next_token_loss, warmup_cosine, windows
 
@@ -212,9 +210,7 @@ def main() -> int:
     args = parse_args()
     result = begin(args)
     if "RANK" not in os.environ:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        with Loopback(RANKS) as lab:
-            return lab.run([sys.executable, "-m", "benchmarks.parity", *sys.argv[1:]])
+        return on_each_rank("benchmarks.parity", RANKS)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     measure(args, result)
     if dist.get_rank() == 0:

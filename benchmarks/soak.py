@@ -17,8 +17,6 @@ again, so that both take as many steps. All ranks compare a fingerprint of their
 import argparse
 import os
 import random
-import signal
-import sys
 import time
 import warnings
 import zlib
@@ -35,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commopt
 from benchmarks import results
-from benchmarks.loopback import Loopback
+from benchmarks.loopback import on_each_rank
 from benchmarks.parity import LR_WARM_UP, evaluate
 from benchmarks.variants import TIMEOUT, Variant
 from commopt.guard import GuardConfig
@@ -276,9 +274,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     if "RANK" not in os.environ:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        with Loopback(args.ranks) as lab:
-            return lab.run([sys.executable, "-m", "benchmarks.soak", *sys.argv[1:]])
+        return on_each_rank("benchmarks.soak", args.ranks)
     warnings.simplefilter("ignore", commopt.CommOptWarning)  # of which there is one for each kind of fault
     dist.init_process_group("gloo", timeout=TIMEOUT)
     result = begin(args)

@@ -108,7 +108,7 @@ class Engine:
     def submit(self, bucket: Bucket) -> "Future[Tensor]":
         """Exchanges ``bucket`` while backward goes on; the future holds its buffer when the mean is in it."""
         layout, self._resumed_layout = self._resumed_layout, []
-        if bucket.last and sorted(bucket.names) == sorted(name for names in layout for name in names):
+        if layout and bucket.last and sorted(bucket.names) == sorted(name for names in layout for name in names):
             parts = regroup(bucket, layout)
             for part in parts:
                 self._enqueue(part)

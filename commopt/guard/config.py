@@ -1,12 +1,11 @@
 """What the guard is told, and what it answers."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from commopt.errors import ConfigError, unknown
+from commopt.errors import ConfigError
 
-Action = Literal["pass", "skip", "fall_back", "roll_back", "re_arm", "stop"]
+Decision = Literal["pass", "skip", "fall_back", "roll_back", "re_arm", "stop"]
 
 
 @dataclass(frozen=True)
@@ -25,9 +24,6 @@ class GuardConfig:
 
     Raises:
         ConfigError: a field is of the wrong type or out of range.
-
-    >>> GuardConfig.from_dict({"sigma": 8}).sigma
-    8
     """
 
     sigma: float = 6.0
@@ -54,15 +50,6 @@ class GuardConfig:
             kind = "a whole number" if whole else "a number"
             raise ConfigError(f"{name} must be {kind} from {low} to {high}, got {value!r}.")
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "GuardConfig":
-        """Builds a configuration from plain data; an unknown key raises ``ConfigError`` naming the nearest one."""
-        names = {entry.name for entry in fields(cls)}
-        for key in values:
-            if key not in names:
-                raise unknown("guard option", str(key), names)
-        return cls(**values)
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -77,6 +64,6 @@ class Verdict:
         onset: the first step at which the trouble may have begun; a snapshot to go back to is older.
     """
 
-    action: Action
+    action: Decision
     reason: str = ""
     onset: int | None = None

@@ -25,9 +25,3 @@ from commopt.guard import GuardConfig
 def test_a_wrong_value_is_refused_by_name_with_its_range(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{name} must be a .*number from -?\d+ to \d+, got"):
         GuardConfig(**{name: value})
-
-
-def test_from_dict_names_the_nearest_key() -> None:
-    assert GuardConfig.from_dict({"sigma": 8.0, "roll_backs": 1}) == GuardConfig(sigma=8.0, roll_backs=1)
-    with pytest.raises(ConfigError, match="did you mean 'cool_down'"):
-        GuardConfig.from_dict({"cooldown": 3})
