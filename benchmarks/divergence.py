@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import commopt
 from benchmarks import results
-from benchmarks.loopback import on_each_rank
 from benchmarks.parity import LIMIT, LR_WARM_UP, evaluate
 from benchmarks.variants import TIMEOUT, Variant
+from commopt.lab import on_each_rank
 from recipes.gpt.train import GPT, SIZES, Batches, load_text, next_token_loss, warmup_cosine
 
 RANKS = 2

@@ -19,11 +19,11 @@ from rich.progress import track
 from torch import nn
 
 from benchmarks import results
-from benchmarks.loopback import on_each_rank
 from benchmarks.parity import CONTROL, LR_WARM_UP
 from benchmarks.variants import TIMEOUT, Variant
 from commopt import GuardConfig
 from commopt.engine.fidelity import WINDOW
+from commopt.lab import on_each_rank
 from recipes.gpt.train import GPT, SIZES, Batches, load_text, next_token_loss, warmup_cosine
 
 RANKS = 2

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commopt
 from benchmarks import results
-from benchmarks.loopback import on_each_rank
 from benchmarks.variants import TIMEOUT, WARM_UP
 from commopt.engine.fidelity import Fidelity
+from commopt.lab import on_each_rank
 from lightning_commopt import CommOptDDPStrategy
 from recipes.gpt.train import GPT, SIZES, batches, load_text, next_token_loss
 

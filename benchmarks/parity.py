@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import results
-from benchmarks.loopback import on_each_rank
 from benchmarks.variants import TIMEOUT, Variant
+from commopt.lab import on_each_rank
 from recipes.gpt.train import GPT, SIZES, batches, load_text, next_token_loss, warmup_cosine, windows
 
 RANKS = 2

@@ -33,10 +33,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commopt
 from benchmarks import results
-from benchmarks.loopback import on_each_rank
 from benchmarks.parity import LR_WARM_UP, evaluate
 from benchmarks.variants import TIMEOUT, Variant
 from commopt.guard import GuardConfig
+from commopt.lab import on_each_rank
 from commopt.resume.snapshot import RandomState, Stateful, fingerprint
 from commopt.supervisor import Supervisor
 from recipes.gpt.train import GPT, GPTConfig, batches, load_text, next_token_loss, warmup_cosine

@@ -26,8 +26,9 @@ from rich.progress import Progress
 from torch import Tensor
 
 from benchmarks import results
-from benchmarks.netlab import NetLabError, open_lab
 from benchmarks.variants import TIMEOUT, WARM_UP, Variant
+from commopt.errors import LabError
+from commopt.lab import open_lab
 from lightning_commopt import CommOptDDPStrategy
 from recipes.gpt.train import GPT, SIZES, batches, load_text, next_token_loss
 
@@ -209,7 +210,7 @@ def main() -> int:
         try:
             with open_lab(args.hosts, args.rate) as lab:
                 return lab.run([sys.executable, "-m", "benchmarks.steptime", *sys.argv[1:]])
-        except NetLabError as error:
+        except LabError as error:
             print(f"steptime: {error}", file=sys.stderr)
             return 2
     dist.init_process_group("gloo", timeout=TIMEOUT)

@@ -37,6 +37,10 @@ class ReportError(CommOptError, ValueError):
     """The lines of a run that are not there, or that no monitor wrote."""
 
 
+class LabError(CommOptError, RuntimeError):
+    """A network of namespaces that cannot be made, found or changed here; the message is the reason."""
+
+
 class DivergenceError(CommOptError, RuntimeError):
     """Training diverges without compression too, so that compression is not the cause; raised on every rank."""
 

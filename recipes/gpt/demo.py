@@ -4,7 +4,7 @@
     python -m recipes.gpt.demo --compressor powersgd
 
 Two processes train for about three minutes. As root on Linux they are two hosts joined at 100 Mbit/s (network
-namespaces, see benchmarks/netlab.py); otherwise they talk over loopback. One table is printed, and ``demo/loss.png``
+namespaces, see docs/lab.md); otherwise they talk over loopback. One table is printed, and ``demo/loss.png``
 shows the two loss curves against wall-clock.
 """
 
@@ -23,9 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.loopback import Loopback
-from benchmarks.netlab import NetLab, available
 from commopt.compressors import available as available_compressors
+from commopt.lab import Loopback, NetLab, available
 from recipes.gpt.train import GPT, SIZES
 
 SIZE = "small"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.loopback import Loopback
-from benchmarks.netlab import NetLab, NetLabError, available, open_lab
+from commopt.errors import LabError
+from commopt.lab import Loopback, NetLab, available, open_lab
 
 SHOW_ENVIRONMENT = """
 import json, os, pathlib, sys
@@ -52,7 +52,7 @@ def on_a_lab(check: Callable[[], None]) -> None:
     if reason is None:
         check()
         return
-    with pytest.raises(NetLabError) as refusal:
+    with pytest.raises(LabError) as refusal:
         open_lab(2, "100mbit")
     assert reason in str(refusal.value)
     assert "--rate loopback" in str(refusal.value)
@@ -141,7 +141,7 @@ def test_an_interrupt_ends_what_was_started() -> None:
 def test_a_network_that_cannot_be_made_leaves_nothing_behind() -> None:
     def check() -> None:
         before = namespaces()
-        with pytest.raises(NetLabError, match="rate"), NetLab(2, "fast"):
+        with pytest.raises(LabError, match="rate"), NetLab(2, "fast"):
             raise AssertionError("unreachable")
         assert namespaces() == before
 
@@ -149,7 +149,7 @@ def test_a_network_that_cannot_be_made_leaves_nothing_behind() -> None:
 
 
 def test_a_failure_ends_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.loopback.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("commopt.lab.loopback.GRACE_SECONDS", 0.1)
     fail_or_stay = "import os, signal; raise SystemExit(3) if os.environ['RANK'] == '1' else signal.pause()"
     with Loopback(2) as lab:
         assert lab.run([sys.executable, "-c", fail_or_stay], timeout=60) == 3
@@ -171,7 +171,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_line_returns_the_status_of_its_job() -> None:
-    base = [sys.executable, "-m", "benchmarks.netlab", "--hosts", "2", "--rate", "loopback", "--"]
+    base = [sys.executable, "-m", "commopt.cli", "lab", "run", "--hosts", "2", "--rate", "loopback", "--"]
     for status in (0, 4):
         done = subprocess.run([*base, sys.executable, "-c", f"raise SystemExit({status})"], check=False, timeout=60)
         assert done.returncode == status

@@ -1,22 +1,21 @@
 """A network of a few hosts on one machine: each host is a Linux network namespace behind a link of a chosen rate.
 
-    python -m benchmarks.netlab --hosts 2 --rate 100mbit -- python train.py
+    commopt lab run --hosts 2 --rate 100mbit -- python train.py
 
 Every host has an interface ``eth0`` (10.77.0.1, 10.77.0.2, ...) joined by a veth pair to one switch. A token bucket on
 both ends of the pair limits what the host sends and what it receives. The switch lives in a namespace of its own, so
 nothing is added to the machine's own network. Needs Linux, root and iproute2.
 """
 
-import argparse
 import itertools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from types import TracebackType
 
-from benchmarks.loopback import Loopback, uninterrupted
+from commopt.errors import LabError
+from commopt.lab.loopback import Loopback, uninterrupted
 
 # What a link may send at once after a silence (6.5 ms worth at 100 Mbit/s). It holds one whole 64 kB segment of the
 # network stack: with less, the kernel cuts segments into packets in software, on the cores that train, which no network
@@ -24,10 +23,6 @@ from benchmarks.loopback import Loopback, uninterrupted
 BURST = "80kb"
 
 _serial = itertools.count()
-
-
-class NetLabError(RuntimeError):
-    """The network could not be made or changed; the message is the reason."""
 
 
 def available() -> str | None:
@@ -41,7 +36,7 @@ def available() -> str | None:
     try:
         with NetLab(hosts=1, rate="100mbit"):
             return None
-    except NetLabError as error:  # a container without the capabilities, or a kernel without veth, bridge or tbf
+    except LabError as error:  # a container without the capabilities, or a kernel without veth, bridge or tbf
         return str(error)
 
 
@@ -120,31 +115,12 @@ def open_lab(hosts: int, rate: str) -> Loopback:
     if rate == "loopback":
         return Loopback(hosts)
     if reason := available():
-        raise NetLabError(f"{reason}. Without a shaped network, use --rate loopback")
+        raise LabError(f"{reason}. Without a shaped network, use --rate loopback")
     return NetLab(hosts, None if rate == "none" else rate)
 
 
 def _sh(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise NetLabError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
+        raise LabError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
     return done.stdout
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.netlab", description=__doc__.splitlines()[0])
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rate", default="100mbit", help="as tc writes it, 'none' (unshaped) or 'loopback'")
-    parser.add_argument("command", nargs="+", help="after --, the command that each host runs")
-    args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        with open_lab(args.hosts, args.rate) as lab:
-            return lab.run(args.command)
-    except NetLabError as error:
-        print(f"netlab: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
