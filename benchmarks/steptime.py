@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks import results
 from benchmarks.variants import TIMEOUT, WARM_UP, Variant
-from commopt.errors import LabError
+from commopt.errors import CommOptError
 from commopt.lab import open_lab
 from lightning_commopt import CommOptDDPStrategy
 from recipes.gpt.train import GPT, SIZES, batches, load_text, next_token_loss
@@ -210,7 +210,7 @@ def main() -> int:
         try:
             with open_lab(args.hosts, args.rate) as lab:
                 return lab.run([sys.executable, "-m", "benchmarks.steptime", *sys.argv[1:]])
-        except LabError as error:
+        except CommOptError as error:
             print(f"steptime: {error}", file=sys.stderr)
             return 2
     dist.init_process_group("gloo", timeout=TIMEOUT)

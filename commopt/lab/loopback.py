@@ -114,7 +114,7 @@ def _kill(processes: list[subprocess.Popen[Any]]) -> None:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Hold back Ctrl-C and termination until the block is done: half a clean-up leaves namespaces behind."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:

@@ -2,112 +2,137 @@
 
     commopt lab run --hosts 2 --rate 100mbit -- python train.py
 
-Every host has an interface ``eth0`` (10.77.0.1, 10.77.0.2, ...) joined by a veth pair to one switch. A token bucket on
-both ends of the pair limits what the host sends and what it receives. The switch lives in a namespace of its own, so
-nothing is added to the machine's own network. Needs Linux, root and iproute2.
+Needs Linux, root and iproute2. docs/lab.md shows what is made.
 """
 
 import itertools
 import os
-import shutil
-import subprocess
-import sys
+import secrets
 from types import TracebackType
 
-from commopt.errors import LabError
+from commopt.errors import ConfigError, LabError
+from commopt.lab import links, record, units
 from commopt.lab.loopback import Loopback, uninterrupted
-
-# What a link may send at once after a silence (6.5 ms worth at 100 Mbit/s). It holds one whole 64 kB segment of the
-# network stack: with less, the kernel cuts segments into packets in software, on the cores that train, which no network
-# card asks of its host. More would let a small gradient through unshaped.
-BURST = "80kb"
+from commopt.lab.record import Record
+from commopt.lab.system import namespaces, require, sh
 
 _serial = itertools.count()
 
 
-def available() -> str | None:
-    """Why a shaped network cannot be made on this machine, or None when it can."""
-    if sys.platform != "linux":
-        return "network namespaces need Linux"
-    if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
-        return f"{' and '.join(missing)} not found: install iproute2 (apt-get install iproute2)"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    try:
-        with NetLab(hosts=1, rate="100mbit"):
-            return None
-    except LabError as error:  # a container without the capabilities, or a kernel without veth, bridge or tbf
-        return str(error)
-
-
-class NetLab(Loopback):
-    """``hosts`` namespaces, each limited to ``rate`` (as tc writes it: "100mbit", "1gbit"; None: unshaped) both ways.
-
-    A context manager. Leaving it, also by an exception or Ctrl-C, ends what was started in the lab and removes the
-    namespaces that this lab made, no others. Labs have names of their own and can exist side by side.
-    """
+class Lab(Loopback):
+    """A lab that is up: runs jobs in it and changes its links. Leaving it ends the jobs, and the lab stays."""
 
     interface = "eth0"
-    master = "10.77.0.1"
+    master = links.address(0)
 
-    def __init__(self, hosts: int, rate: str | None) -> None:
-        super().__init__(hosts)
-        self.rate = rate
-        self._made: list[str] = []
-        self._ports = itertools.count(29500)  # the namespace is ours alone: a port not yet used here is free
-        name = f"netlab-{os.getpid()}-{next(_serial)}"
-        self._switch = f"{name}-switch"
-        self._hosts = [f"{name}-h{rank}" for rank in range(hosts)]
+    def __init__(self, record: Record) -> None:
+        super().__init__(len(record.rates))
+        self.record = record
+        # The namespace is the lab's alone, and below the ports that the kernel gives out only jobs begun by others
+        # would be in the way: a random start keeps clear of them.
+        self._ports = itertools.count(20_000 + secrets.randbelow(10_000))
+
+    @classmethod
+    def find(cls, name: str | None = None) -> "Lab":
+        """The lab of this name; without a name, the one that is up. Raises ``LabError`` if there is none."""
+        require()
+        found = record.find(name)
+        if not {found.switch, *found.hosts} <= namespaces():
+            raise LabError(f"the lab {found.name!r} is not whole (after a restart?): commopt lab down")
+        return cls(found)
+
+    def set_rate(self, rate: str, host: int | None = None) -> None:
+        """Change the rate of one host's link or of all, both ways; may be called while a job runs."""
+        if (checked := units.rate(rate)) is None or None in self.record.rates:
+            raise ConfigError("links are shaped when a lab is made, or stay unshaped: make one with --rate")
+        if host is not None and not 0 <= host < self.hosts:
+            raise ConfigError(f"host {host} is not one of 0 to {self.hosts - 1}")
+        changed = range(self.hosts) if host is None else (host,)
+        for rank in changed:
+            self.record.rates[rank] = checked
+        self.record.save()
+        for rank in changed:
+            links.limit(self.record, rank)
+
+    def set_delay(self, delay: str) -> None:
+        """Change the delay of all links; may be called while a job runs, and is seen within a second."""
+        self.record.delay = units.delay(delay)
+        links.delay(self.record)
+        self.record.save()
+
+    def set_loss(self, loss: str) -> None:
+        """Change the loss of all links; may be called while a job runs."""
+        self.record.loss = units.loss(loss)
+        links.lose(self.record)
+        self.record.save()
+
+    def sent_bytes(self, host: int) -> int:
+        """Bytes that the kernel sent on ``eth0`` of this host since the lab was made, headers included."""
+        counter = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
+        return int(sh(*self._prefix(host), "cat", counter))
+
+    def _prefix(self, rank: int) -> list[str]:
+        return ["ip", "netns", "exec", self.record.hosts[rank]]
+
+    def _free_port(self) -> int:
+        return next(self._ports)
+
+
+class NetLab(Lab):
+    """``hosts`` namespaces, each limited to ``rate`` ("100mbit", "1gbit"; None: unshaped) both ways; what a host sends
+    arrives ``delay`` later ("20ms"), but for the share ``loss`` ("1%"). In ``racks``, the links between racks have a
+    rate of their own.
+
+    A context manager. Leaving it, also by an exception or Ctrl-C, ends what runs in the lab and removes the namespaces
+    that this lab made, no others; after a crash ``commopt lab down`` does. Labs can exist side by side. Raises
+    ``ConfigError`` for values out of range, and on entering ``LabError`` where the network cannot be made.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        rate: str | None,
+        *,
+        delay: str | None = None,
+        loss: str | None = None,
+        racks: int = 1,
+        between_racks: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        name = name or f"run-{os.getpid()}-{next(_serial)}"
+        super().__init__(Record.planned(name, hosts, rate, delay, loss, racks, between_racks))
 
     def __enter__(self) -> "NetLab":
+        require()
+        self.record.create()
         try:
-            for namespace in [self._switch, *self._hosts]:
-                _sh("ip", "netns", "add", namespace)
-                self._made.append(namespace)
-                _sh("ip", "-n", namespace, "link", "set", "lo", "up")
-            _sh("ip", "-n", self._switch, "link", "add", "switch", "type", "bridge")
-            _sh("ip", "-n", self._switch, "link", "set", "switch", "up")
-            for rank, host in enumerate(self._hosts):
-                veth = ["link", "add", f"port{rank}", "type", "veth", "peer", "name", "eth0", "netns", host]
-                _sh("ip", "-n", self._switch, *veth)
-                _sh("ip", "-n", self._switch, "link", "set", f"port{rank}", "master", "switch", "up")
-                _sh("ip", "-n", host, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
-                _sh("ip", "-n", host, "link", "set", "eth0", "up")
-            self.set_rate(self.rate)
+            links.build(self.record)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.record.remove()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
         with uninterrupted():
-            while self._made:  # the interfaces go with their namespaces
-                subprocess.run(["ip", "netns", "del", self._made.pop()], check=False, start_new_session=True)
+            super().__exit__(kind, error, trace)
+            self.record.remove()
 
-    def set_rate(self, rate: str | None) -> None:
-        """Change the rate of every link, both ways; may be called while a job runs."""
-        for rank, host in enumerate(self._hosts):
-            for namespace, device in ((host, "eth0"), (self._switch, f"port{rank}")):
-                if rate is not None:
-                    bucket = ["tbf", "rate", rate, "burst", BURST, "latency", "100ms"]
-                    _sh("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
-                elif self.rate is not None:
-                    _sh("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
-        self.rate = rate
+    def up(self) -> None:
+        """Make it, and leave it up: it stays when this process ends, until ``down``."""
+        self.__enter__()
+        self.record.owner = None
+        self.record.save()
 
-    def sent_bytes(self, host: int) -> int:
-        """Bytes that the kernel sent on ``eth0`` of this host since the lab was made, headers included."""
-        counter = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
-        return int(_sh("ip", "netns", "exec", self._hosts[host], "cat", counter))
 
-    def _prefix(self, rank: int) -> list[str]:
-        return ["ip", "netns", "exec", self._hosts[rank]]
-
-    def _free_port(self) -> int:
-        return next(self._ports)
+def available() -> str | None:
+    """Why a shaped network cannot be made on this machine, or None when it can."""
+    try:
+        with NetLab(hosts=1, rate="100mbit"):
+            return None
+    except LabError as error:  # among them: a container without the capabilities, a kernel without veth, bridge or tbf
+        return str(error)
 
 
 def open_lab(hosts: int, rate: str) -> Loopback:
@@ -116,11 +141,4 @@ def open_lab(hosts: int, rate: str) -> Loopback:
         return Loopback(hosts)
     if reason := available():
         raise LabError(f"{reason}. Without a shaped network, use --rate loopback")
-    return NetLab(hosts, None if rate == "none" else rate)
-
-
-def _sh(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise LabError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
-    return done.stdout
+    return NetLab(hosts, rate)
