@@ -1,6 +1,6 @@
 """What a gradient becomes on its way: ``available()`` names them, ``create`` makes one, ``register`` adds one."""
 
-from commopt.compressors import blocks, casts, lowrank, sparse  # noqa: F401  (they register themselves)
+from commopt.compressors import blocks, casts, lowrank, midrise, sparse  # noqa: F401  (they register themselves)
 from commopt.compressors.contract import (
     Compressor,
     Contraction,

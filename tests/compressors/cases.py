@@ -9,6 +9,8 @@ from commopt.compressors import Compressor, available, create
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "fp8": [{"block": 32}, {"block": 1024}],
+    "int2": [{"block": 32}],
+    "int3": [{"block": 32}],
     "int8": [{"block": 32}, {"block": 1024}, {"stochastic": True}],
     "int4": [
         {"block": 8},

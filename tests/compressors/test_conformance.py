@@ -215,6 +215,8 @@ def test_feedback_is_on_where_much_is_lost() -> None:
         "bf16": False,
         "fp16": False,
         "fp8": False,
+        "int2": True,
+        "int3": True,
         "int4": True,
         "int8": False,
         "none": False,

@@ -54,6 +54,8 @@ def test_what_comes_with_commopt() -> None:
         "bf16",
         "fp16",
         "fp8",
+        "int2",
+        "int3",
         "int4",
         "int8",
         "none",
