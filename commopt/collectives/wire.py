@@ -30,13 +30,16 @@ class WireError(ExchangeError):
 class Transfer:
     """One collective: what each rank hands over."""
 
-    op: Literal["all_reduce", "all_gather", "all_to_all"]
+    op: Literal["all_reduce", "all_gather", "all_to_all", "exchange"]
     numel: int
     dtype: torch.dtype
 
     def sent(self, world: int) -> float:
-        """Bytes that a rank puts on the wire: a ring for the all-reduce, each peer once for the others."""
+        """Bytes that a rank puts on the wire: a ring for the all-reduce, each peer once for the others, one peer for the
+        exchange."""
         size = self.numel * self.dtype.itemsize
+        if self.op == "exchange":
+            return size
         if self.op == "all_reduce":
             return 2 * (world - 1) / world * size
         return (world - 1) * size if self.op == "all_gather" else (world - 1) / world * size
@@ -89,6 +92,16 @@ class Wire:
         else:
             self._run(transfer, lambda: dist.all_to_all_single(out.view(-1), tensor.view(-1), group=self.group))
 
+    def exchange_with(self, peer: int, out: Tensor, tensor: Tensor) -> None:
+        """``tensor`` goes to rank ``peer`` and ``out`` becomes what it sent; both ranks call it with the same size."""
+        transfer = Transfer("exchange", tensor.numel(), tensor.dtype)
+        if tensor.device.type == "cpu":
+            self._run(transfer, lambda: self._in_pieces([(peer, tensor.view(-1), peer, out.view(-1))]))
+        else:
+            both = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer)]
+            both.append(dist.P2POp(dist.irecv, out, group=self.group, group_peer=peer))
+            self._run(transfer, lambda: [work.wait() for work in dist.batch_isend_irecv(both)])
+
     def blank(self, transfer: Transfer, device: torch.device) -> None:
         """Takes part in a collective with zeros, for peers that wait for it."""
         tensor = torch.zeros(transfer.numel, dtype=transfer.dtype, device=device)
@@ -105,10 +118,17 @@ class Wire:
     def _pairwise(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         """``sends[i]`` goes to rank ``i`` and ``receives[i]`` is filled by it, in pieces."""
         receives[self.rank].copy_(sends[self.rank])
-        flight: deque[list[dist.Work | None]] = deque()
+        legs = []
         for distance in range(1, self.world):
             to, source = (self.rank + distance) % self.world, (self.rank - distance) % self.world
-            for outgoing, incoming in zip(_pieces(sends[to]), _pieces(receives[source]), strict=True):
+            legs.append((to, sends[to], source, receives[source]))
+        self._in_pieces(legs)
+
+    def _in_pieces(self, legs: Sequence[tuple[int, Tensor, int, Tensor]]) -> None:
+        """Each leg: the rank that a tensor goes to, and the rank that fills another one of the same size."""
+        flight: deque[list[dist.Work | None]] = deque()
+        for to, send, source, receive in legs:
+            for outgoing, incoming in zip(_pieces(send), _pieces(receive), strict=True):
                 flight.append(
                     [
                         dist.isend(outgoing, group=self.group, group_dst=to),

@@ -1,0 +1,126 @@
+"""What was measured, kept for the next run on the same nodes.
+
+Rank 0 alone reads and writes; all ranks decide by the text that it sends them, and by one quick measurement.
+"""
+
+import hashlib
+import json
+import os
+import time
+import warnings
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from commopt.collectives.wire import Wire
+from commopt.errors import CommOptWarning, ConfigError
+from commopt.network import probe as probing
+from commopt.network.table import Network
+
+MAX_AGE = 86400.0  # seconds
+AGREES = 1.3  # a factor, between what was kept and what is seen now
+JITTER = 1e-3  # seconds; below, latency depends on the scheduler
+QUICK = 0.02  # seconds of one message, and of a batch of them, for the check of what was kept
+
+
+def network_of(wire: Wire, device: torch.device, budget: float = 2.0) -> Network:
+    """What is known of the network of these nodes, if it is still true; else `probe` measures it, and it is kept.
+
+    Files lie under ``$XDG_CACHE_HOME/commopt`` (``~/.cache/commopt``); ``COMMOPT_CACHE=off`` neither reads nor writes
+    any. Call it on every rank.
+
+    Raises:
+        WireError: a peer ended or stalled.
+    """
+    if wire.world == 1:
+        return probing.probe(wire, device, budget)
+    identities = probing.identify(wire, device)
+    path = _path(identities, wire)
+    network = _parse(_from_rank_zero(wire, _read(path) if wire.rank == 0 else "", device))
+    if network and network.hosts == probing.number_hosts(identities) and still_true(network, wire, device):
+        return network
+    network = probing.probe(wire, device, budget)
+    if wire.rank == 0:
+        _write(path, network)
+    return network
+
+
+def still_true(network: Network, wire: Wire, device: torch.device) -> bool:
+    """Whether a gather takes what ``network`` says, at the smallest size and at one that takes a while."""
+    probing.drain(wire, device)
+    points = network.collectives["all_gather"].points
+    quick = [size for size, seconds in points if seconds <= QUICK]
+    for size in (points[0][0], max(quick, default=points[0][0])):
+        once = probing.collective(wire, "all_gather", int(size), device)
+        seen = probing.sample(once, probing.agree(wire, device), QUICK).seconds
+        low, high = sorted((seen, network.collectives["all_gather"].seconds(size)))
+        if high > AGREES * low and high - low > JITTER:
+            return False
+    return True
+
+
+def _path(identities: list[str], wire: Wire) -> Path | None:
+    """Where results for these nodes lie; None for nowhere."""
+    if os.environ.get("COMMOPT_CACHE", "on").lower() in ("off", "0", "false"):
+        return None
+    ranks = Counter(identities).items()
+    try:
+        release = version("commopt")
+    except PackageNotFoundError:
+        release = "(not installed)"
+    nodes = sorted((identity.split(" ")[0], count) for identity, count in ranks)
+    key = json.dumps([nodes, dist.get_backend(wire.group), release])
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "commopt")
+    return folder / f"network-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _read(path: Path | None) -> str:
+    """The text of a network that is not too old; empty if there is none."""
+    if path is None or not path.exists():
+        return ""
+    try:
+        kept = json.loads(path.read_text())
+        Network.from_plain(kept["network"])
+        age = time.time() - float(kept["time"])
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        _warn(f"{path} is ignored, and written anew: {error}")
+        return ""
+    return json.dumps(kept["network"]) if 0 <= age < MAX_AGE else ""
+
+
+def _write(path: Path | None, network: Network) -> None:
+    if path is None:
+        return
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"time": time.time(), "network": network.to_plain()}))
+        os.replace(part, path)
+    except OSError as error:
+        _warn(f"what the probe measured is not kept: {error}. Set XDG_CACHE_HOME, or COMMOPT_CACHE=off.")
+
+
+def _parse(text: str) -> Network | None:
+    try:
+        return Network.from_plain(json.loads(text)) if text else None
+    except ConfigError:  # of a rank 0 with another version of commopt
+        return None
+
+
+def _from_rank_zero(wire: Wire, text: str, device: torch.device) -> str:
+    """The text of rank 0, on every rank: the others add zeros to it."""
+    data = text.encode()
+    length = int(wire.all_reduce(torch.tensor([len(data)], device=device)))
+    if length == 0:
+        return ""
+    octets = torch.zeros(length, dtype=torch.uint8, device=device)
+    if data:
+        octets.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return bytes(wire.all_reduce(octets).tolist()).decode()
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CommOptWarning, stacklevel=3)
