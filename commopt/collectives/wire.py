@@ -35,8 +35,8 @@ class Transfer:
     dtype: torch.dtype
 
     def sent(self, world: int) -> float:
-        """Bytes that a rank puts on the wire: a ring for the all-reduce, each peer once for the others, one peer for the
-        exchange."""
+        """Bytes that a rank puts on the wire: a ring for the all-reduce, one peer for the exchange, each peer once for
+        the others."""
         size = self.numel * self.dtype.itemsize
         if self.op == "exchange":
             return size

@@ -106,6 +106,21 @@ def lose_a_peer(rank: int, world: int, op: str, fault: str, folder: Path) -> Non
     (folder / f"{rank}.json").write_text(json.dumps([time.monotonic() - start, str(caught.value)]))
 
 
+def swap(rank: int, world: int) -> tuple[bool, float]:
+    """Ranks 0 and 2 exchange more than fits into one piece; rank 1 has no part in it."""
+    wire, size = Wire(None), 100_001
+    if rank == 1:
+        return True, wire.bytes_sent
+    received = torch.zeros(size, dtype=torch.uint8)
+    sent = torch.arange(size).to(torch.uint8) + rank
+    wire.exchange_with(2 - rank, received, sent)
+    return torch.equal(received, sent - rank + (2 - rank)), wire.bytes_sent
+
+
+def test_two_ranks_exchange(workers: Workers) -> None:
+    assert workers.run(swap, 3) == [(True, 100_001.0), (True, 0.0), (True, 100_001.0)]
+
+
 NAMED = {
     "all_reduce": "all_reduce",
     "all_gather": "all_gather",
@@ -136,9 +151,9 @@ def test_a_peer_that_stalls_is_an_error_after_the_timeout(
     workers.run(lose_a_peer, world, op=op, fault="stall", folder=tmp_path)
     for rank in range(world):
         waited, message = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert waited < FAST + 3
         assert message.startswith("the probe of the network failed during ")
-        if rank < world - 1:
+        if rank < world - 1:  # the one that stalled wakes up later, to the same error
+            assert waited < FAST + 5  # with what was probed before
             assert NAMED[op] in message
 
 
