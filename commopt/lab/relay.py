@@ -95,9 +95,11 @@ def send(device: int, frame: bytes) -> None:
 
 
 def into_background() -> None:
-    """The caller's wait ends here, and nothing of it stays open."""
+    """The caller's wait ends here, and nothing of it stays open. A network does not wait for cores that train."""
     if os.fork():
         os._exit(0)
+    with suppress(PermissionError):
+        os.nice(-10)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
