@@ -22,8 +22,8 @@ from commopt.network.table import Network
 
 MAX_AGE = 86400.0  # seconds
 AGREES = 1.3  # a factor, between what was kept and what is seen now
-JITTER = 1e-3  # seconds; below, latency depends on the scheduler
-QUICK = 0.02  # seconds of one message, and of a batch of them, for the check of what was kept
+JITTER = 4e-3  # seconds, a tick of many schedulers: a difference below it says nothing about the network
+QUICK = 0.03  # seconds of one message at most, and of a batch of them, for the check of what was kept
 
 
 def network_of(wire: Wire, device: torch.device, budget: float = 2.0) -> Network:
@@ -51,12 +51,14 @@ def network_of(wire: Wire, device: torch.device, budget: float = 2.0) -> Network
 def still_true(network: Network, wire: Wire, device: torch.device) -> bool:
     """Whether a gather takes what ``network`` says, at the smallest size and at one that takes a while."""
     probing.drain(wire, device)
-    points = network.collectives["all_gather"].points
-    quick = [size for size, seconds in points if seconds <= QUICK]
-    for size in (points[0][0], max(quick, default=points[0][0])):
-        once = probing.collective(wire, "all_gather", int(size), device)
+    kept = network.collectives["all_gather"]
+    smallest, size = kept.points[0][0], kept.points[-1][0]
+    while kept.seconds(size) > QUICK and size > smallest:
+        size /= 2
+    for asked in (smallest, size):
+        once = probing.collective(wire, "all_gather", int(asked), device)
         seen = probing.sample(once, probing.agree(wire, device), QUICK).seconds
-        low, high = sorted((seen, network.collectives["all_gather"].seconds(size)))
+        low, high = sorted((seen, kept.seconds(asked)))
         if high > AGREES * low and high - low > JITTER:
             return False
     return True

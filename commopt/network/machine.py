@@ -1,5 +1,6 @@
 """What compression costs on the devices of this job: the rates of codecs, and what they take from the main thread."""
 
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ from commopt.layout import Layout
 from commopt.network.curve import Curve, number
 
 SIZES = (1 << 16, 1 << 20)  # elements
-TIMED = 0.01  # seconds that one codec is timed for, at each size and each way
+TIMED, WINDOW = 0.015, 0.005  # seconds that one codec is timed for, at each size and each way, and of a part of it
 STEAL_TIMED = 0.06  # seconds for each part of `steal`
 LEAST = 1e-9  # seconds: a clock that did not move between two calls
 
@@ -66,9 +67,9 @@ class Machine:
 
 
 def measure_codecs(compressors: Iterable[Compressor], device: torch.device, wire: Wire) -> Machine:
-    """Times each compressor on ``device``, some 50 ms each. Call it alike on every rank: all measure at the same time.
+    """Times each compressor on ``device``, some 60 ms each. Call it alike on every rank: all measure at the same time.
 
-    Times are means and not minima: where ranks share cores, what a codec waits for its turn is a part of its time.
+    Times are those of several calls and no minima: where ranks share cores, waiting for a turn is a part of it.
 
     Raises:
         WireError: a peer ended or stalled.
@@ -96,8 +97,8 @@ def _time(compressor: Compressor, size: int, device: torch.device) -> tuple[floa
     rows = torch.randn(max(1, size // compressor.block), compressor.block, device=device)
     payload = torch.zeros(len(rows), compressor.width, dtype=compressor.payload_dtype, device=device)
     out = torch.zeros_like(rows)
-    encode = _mean(lambda: compressor.encode(rows, payload, 0), device)
-    return rows.numel(), encode, _mean(lambda: compressor.add_decoded(payload, out, 0), device)
+    encode = _typical(lambda: compressor.encode(rows, payload, 0), device)
+    return rows.numel(), encode, _typical(lambda: compressor.add_decoded(payload, out, 0), device)
 
 
 def _time_rounds(compressor: RoundsCompressor, size: int, device: torch.device) -> tuple[float, float, float]:
@@ -119,22 +120,25 @@ def _time_rounds(compressor: RoundsCompressor, size: int, device: torch.device) 
         compressor.reduce(x, out, layout, warm, 0, send)
         spent.append((sent[0] - start, _now(device) - sent[0]))
 
-    _mean(step, device)
-    timed = spent[1:]  # the first one was the warm-up
-    encode, decode = (sum(part[way] for part in timed) / len(timed) for way in (0, 1))
+    _typical(step, device)
+    encode, decode = (statistics.median(part[way] for part in spent[1:]) for way in (0, 1))  # the first one warmed up
     return layout.numel, max(encode, LEAST), max(decode, LEAST)
 
 
-def _mean(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, after one that warms up."""
+def _typical(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, after one that warms up: the median of the means of a few windows."""
     work()
-    start, calls = _now(device), 0
+    start = began = _now(device)
+    means, calls = [], 0
     while True:
         work()
         calls += 1
-        elapsed = _now(device) - start
-        if elapsed >= TIMED:
-            return elapsed / calls
+        now = _now(device)
+        if now - began >= WINDOW:
+            means.append((now - began) / calls)
+            began, calls = now, 0
+            if now - start >= TIMED:
+                return statistics.median(means)
 
 
 def _measure_steal(device: torch.device, wire: Wire) -> float:
