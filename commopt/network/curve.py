@@ -105,4 +105,7 @@ def number(value: Any) -> float:
     """A number from plain values; raises ``ConfigError`` for what is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"expected a number, got {value!r}.")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ConfigError("a number is too large.") from error
