@@ -117,14 +117,14 @@ def train(
 def _spoil(handle: commopt.Handle, start: int) -> None:
     """A codec that is out of order: it compresses too large a contribution. Without compression nothing is wrong."""
     engine = handle.engine
-    exchange = engine._exchange
+    exchange = engine._path.exchange
 
-    def spoiled(plan: Any, layout: Any, bucket: Any) -> None:
+    def spoiled(message: Any, plan: Any, *arguments: Any) -> None:
         if engine.step >= start and not plan.lossless:
-            bucket.buffer.mul_(SPOILED)
-        exchange(plan, layout, bucket)
+            torch._foreach_mul_(message.gradients, SPOILED)
+        exchange(message, plan, *arguments)
 
-    engine._exchange = spoiled  # type: ignore[method-assign]
+    engine._path.exchange = spoiled  # type: ignore[method-assign]
 
 
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:

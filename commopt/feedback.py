@@ -5,6 +5,7 @@ them as they were. Between two steps ``contribution == delivered + residual`` te
 delivered differs from the sum of all gradients by the last residual alone (Karimireddy et al. 2019, eq. 6).
 """
 
+import threading
 from collections.abc import Mapping
 
 import torch
@@ -38,17 +39,24 @@ class Residuals:
         }
         self._slots: dict[tuple[str, ...], Slot] = {}
         self._staged: list[Slot] = []
+        self._moving = threading.Lock()
 
     def slot(self, layout: Layout) -> Slot:
-        """The buffers of a message. DDP regathers its buckets after the first step: residuals then move by name."""
+        """The buffers of a message. What is sent together may change from step to step: residuals then move by name."""
         slot = self._slots.get(layout.names)
         if slot is None or slot.layout is not layout:
-            self._slots = {names: other for names, other in self._slots.items() if not set(names) & set(layout.names)}
-            slot = self._slots[layout.names] = Slot(layout, self._device)
-            for name, view in zip(layout.names, layout.views(slot.front), strict=True):
-                if name in self._final:  # not if it was frozen after DDP had wrapped the model
-                    view.copy_(self._final[name])
-                self._final[name] = view
+            with self._moving:
+                slot = self._move(layout)
+        return slot
+
+    def _move(self, layout: Layout) -> Slot:
+        names = set(layout.names)
+        self._slots = {key: other for key, other in self._slots.items() if names.isdisjoint(key)}
+        slot = self._slots[layout.names] = Slot(layout, self._device)
+        for name, view in zip(layout.names, layout.views(slot.front), strict=True):
+            if name in self._final:  # not if it was frozen after DDP had wrapped the model
+                view.copy_(self._final[name])
+            self._final[name] = view
         return slot
 
     def stage(self, slot: Slot) -> None:

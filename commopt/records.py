@@ -29,6 +29,7 @@ class StepRecord:
         cosine: between the sums of delivered and of true mean gradients over the window that ends before this step, on
             a sample of coordinates that all ranks share; None within a window.
         sign_agreement: mean over those coordinates of the product of the signs of the two sums; None within a window.
+        exchange_seconds: from the first gradient that was ready to the end of the exchange.
         residual_ratio: norm of this rank's residuals over that of its contribution to the mean; None within a window.
     """
 
@@ -49,6 +50,7 @@ class StepRecord:
     cosine: float | None = None
     sign_agreement: float | None = None
     residual_ratio: float | None = None
+    exchange_seconds: float = 0.0
 
     @property
     def usable(self) -> bool:

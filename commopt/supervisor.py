@@ -20,7 +20,6 @@ from commopt.errors import AttachError, CheckpointError, ConfigError, Divergence
 from commopt.guard import Guard, GuardConfig, Verdict
 from commopt.hooks.ddp import Handle
 from commopt.monitor import Monitor, Window
-from commopt.plan import Plan
 from commopt.records import Action, Event, StepRecord
 from commopt.resume.snapshot import SnapshotRing, Stateful, fingerprint, share_of_memory
 
@@ -211,10 +210,7 @@ class Supervisor:
     def _plan(self, at_once: bool = False) -> None:
         if self.guard is None:
             return
-        armed = self.guard.mode == "armed"
-        plan = self.engine.configured.milder(self.guard.rung) if armed else Plan.uncompressed()
-        if plan != self.engine.planned or at_once:
-            self.engine.adopt(plan, at_once)
+        self.engine.restrain(self.guard.rung if self.guard.mode == "armed" else None, at_once)
 
     def _take(self, step: int, position: int) -> None:
         if self.ring is not None:

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,18 +45,39 @@ class Transfer:
         return (world - 1) * size if self.op == "all_gather" else (world - 1) / world * size
 
 
+class Turn(Protocol):
+    """The right to use the wire, which messages get in order."""
+
+    def take(self) -> None:
+        """Waits for it."""
+
+    def give(self) -> None:
+        """Passes it on."""
+
+
 @dataclass
 class Wire:
-    """Collectives over one process group, with counters. ``group`` None is the default group."""
+    """Collectives over one process group, with counters. ``group`` None is the default group.
+
+    Where several messages are under way at once, each on a wire of its own, `begin` gives each its turn, so that all
+    ranks make the same collectives in the same order.
+    """
 
     group: dist.ProcessGroup | None
     bytes_sent: float = 0.0
     seconds: float = 0.0
+    waited: float = 0.0  # for a turn, in seconds
     finished: int = field(default=0, init=False)  # collectives that took place
+    _turn: Turn | None = field(default=None, init=False)
+    _left: int | None = field(default=None, init=False)  # collectives until the turn ends by itself
 
     def __post_init__(self) -> None:
         self.rank: int = dist.get_rank(self.group)
         self.world: int = dist.get_world_size(self.group)
+
+    def begin(self, turn: Turn, collectives: int | None = None) -> None:
+        """A message begins, which passes its turn on after so many collectives; None: it does so itself."""
+        self._turn, self._left = turn, collectives
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Sums ``tensor`` over ranks, in place, and returns it."""
@@ -142,6 +163,10 @@ class Wire:
 
     def _run(self, transfer: Transfer, collective: Callable[[], Any]) -> None:
         start = time.perf_counter()
+        if self._turn is not None:
+            self._turn.take()
+            start, asked = time.perf_counter(), start
+            self.waited += start - asked
         try:
             collective()
         except RuntimeError as error:
@@ -149,6 +174,10 @@ class Wire:
         self.seconds += time.perf_counter() - start
         self.bytes_sent += transfer.sent(self.world)
         self.finished += 1
+        if self._turn is not None and self._left is not None:
+            self._left -= 1
+            if self._left == 0:
+                self._turn.give()
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:

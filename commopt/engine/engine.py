@@ -1,10 +1,8 @@
-"""The one path from gradient to gradient, and its commit.
+"""Takes the buckets of a model through the path, and decides with its peers what becomes of each step.
 
-    bucket -> + residual -> compress -> exchange -> decompress -> mean gradient
-                                 |                                     |
-                            payload bytes                     new residual (staged)
+    buckets --Cutter--> messages --executor--> Path.run ... vote --> finish_step
 
-`Engine.submit` hands a bucket to the executor, where `Engine._reduce` runs the path. After backward,
+`Engine.submit` takes a bucket and hands the messages that it completes to the executor. After backward,
 `Engine.finish_step` says whether the step may be taken; the next step, or `Engine.settle`, commits what was staged.
 """
 
@@ -12,8 +10,8 @@ import dataclasses
 import math
 import time
 import warnings
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,27 +20,26 @@ from torch import Tensor
 from torch.futures import Future
 
 from commopt.collectives.agreement import share_text
-from commopt.collectives.exchange import Scratch, exchange, make_layout, transfers
 from commopt.collectives.rollcall import missing_ranks
-from commopt.collectives.wire import Transfer, Wire, WireError
+from commopt.collectives.wire import Wire
 from commopt.engine.ballot import Failure, Result, Wish, decode, encode, hash_of
-from commopt.engine.bucket import Bucket, put_back, regroup
-from commopt.engine.executors import make_executor
+from commopt.engine.executors import LANES, Turn, make_executor
 from commopt.engine.fidelity import Fidelity
+from commopt.engine.messages import Arrival, Bucket, Cutter, Message
+from commopt.engine.path import Path
 from commopt.engine.state import check_state
-from commopt.engine.step import Stats, Step, checksum, kind_of, norm
+from commopt.engine.step import Stats, Step, kind_of
 from commopt.errors import CommOptWarning, ExchangeError, MismatchError
 from commopt.feedback import Residuals
-from commopt.layout import Layout
-from commopt.plan import Plan
+from commopt.plan import Plan, TensorClass
 from commopt.records import StepRecord
 
 
 class Engine:
-    """Exchanges the buckets of one model over a dedicated process group.
+    """Exchanges the gradients of one model over a dedicated process group.
 
-    Scratch memory is a few buffers of the size of the largest bucket or its payload, plus 8 bytes a parameter for
-    residuals where the plan keeps them.
+    Scratch memory is a few buffers of the size of the largest message or its payload, twice, since one message is
+    compressed while another one travels; and 8 bytes a parameter for residuals where the plan keeps them.
 
     Args:
         plan: what to do, the same on all ranks.
@@ -51,6 +48,7 @@ class Engine:
         group: a process group that nothing else uses.
         loss_scale: gives the factor that gradients are scaled by, where a gradient scaler is in use.
         checked: compare a checksum of the mean gradient over ranks in every step.
+        classes: the class of each parameter, by name; what is not named is a matrix.
     """
 
     def __init__(
@@ -61,32 +59,31 @@ class Engine:
         group: dist.ProcessGroup,
         loss_scale: Callable[[], float] | None = None,
         checked: bool = False,
+        classes: Mapping[str, TensorClass] | None = None,
     ) -> None:
-        self.wire = Wire(group)
-        self.configured = plan
-        self.plan = plan
-        self.planned = plan  # what the next step uses where compression is not switched off
-        self.residuals = Residuals(shapes if plan.feedback else {}, device)
-        self.warm: dict[str, Tensor] = {}
+        self.wire = Wire(group)  # for what is said between two steps
+        self.configured = plan  # what the user or the policy wants
+        self.restraint: int | None = 0  # rungs milder than configured; None: nothing is compressed
+        self.plan = plan  # what the step under way uses
+        self.residuals = Residuals(shapes if plan.keeps_residuals else {}, device)
         self.record: StepRecord | None = None  # of the last finished step
         self.pledge = ""  # what was decided of the last step outside of the vote; ranks compare it in the next one
-        self._shapes = dict(shapes)
-        self._device = device
-        self._checked = checked
-        self._executor = make_executor(device)
-        self._scratch = Scratch(device)
-        self._layouts: dict[tuple[Plan, tuple[str, ...]], Layout] = {}
-        self._fidelity = Fidelity(sum(shape.numel() for shape in shapes.values()))
-        self._loss_scale = loss_scale
-        self._scale = 1.0
-        self._wish = Wish.NONE
         self.disabled = False  # whether compression is switched off, the same on all ranks
+        self._shapes = dict(shapes)
+        self._classes = dict(classes or {})
+        self._device = device
+        self._executor = make_executor(device)
+        self._fidelity = Fidelity(sum(shape.numel() for shape in shapes.values()))
+        self._path = Path(group, device, self.residuals, self._fidelity, LANES, checked)
+        self._cutter = Cutter(plan, self._classes)
+        self._loss_scale = loss_scale
+        self._wish = Wish.NONE
         self._agreed = plan  # what was planned at the last vote
         self._owed = False  # whether residuals wait to be delivered
         self._losses: list[Tensor] = []
         self._samples: float | None = None
         self._resumed_layout: list[list[str]] = []
-        self._dead: tuple[Bucket, Exception] | None = None
+        self._dead: tuple[Message, Exception] | None = None
         self._step = Step(-1)
         self._stats = Stats()
         self._before = self.stats()
@@ -107,20 +104,24 @@ class Engine:
 
     def submit(self, bucket: Bucket) -> "Future[Tensor]":
         """Exchanges ``bucket`` while backward goes on; the future holds its buffer when the mean is in it."""
-        layout, self._resumed_layout = self._resumed_layout, []
-        if layout and bucket.last and sorted(bucket.names) == sorted(name for names in layout for name in names):
-            parts = regroup(bucket, layout)
-            for part in parts:
-                self._enqueue(part)
-            return self._executor.submit(lambda: put_back(parts, bucket), bucket.buffer)
-        return self._enqueue(bucket)
+        if bucket.index == 0 or self._step.ended:
+            self._begin_step()
+        step = self._step
+        step.idle |= bool(bucket.idle)
+        arrival = Arrival(bucket, self._executor.future())
+        step.arrivals.append((arrival, self._executor.mark()))
+        self._path.watch(arrival, self.plan)
+        for message in self._cutter.cut(arrival):
+            step.layout.append(message.names)
+            self._executor.submit(partial(self._job, message))
+        return arrival.future
 
     def finish_step(self) -> bool:
         """Call when all futures of the step are done; `record` is then about it. Whether the gradients may be used:
         where not, no residual was touched, on any rank.
 
         Raises:
-            ExchangeError: a rank failed; raised on every rank, naming that rank and the bucket.
+            ExchangeError: a rank failed; raised on every rank, naming that rank and the message.
             MismatchError: ranks are not in the same step, or do not plan the same next one; raised on every rank.
         """
         step = self._step
@@ -153,7 +154,7 @@ class Engine:
             return
         self.residuals.commit()
         self._fidelity.commit()
-        self.warm.update(step.warm)
+        self._path.warm.update(step.warm)
         if step.taken and step.result:
             self._owed = step.result.owed
 
@@ -175,12 +176,21 @@ class Engine:
         """
         self._wish = Wish.COMPRESS if compress else Wish.UNCOMPRESSED
 
-    def adopt(self, plan: Plan, at_once: bool = False) -> None:
-        """Plans to exchange by ``plan``, once the vote of the next step has found that all ranks plan the same. Ranks
-        that know of their agreement already may change at once."""
-        self.planned = plan
+    def configure(self, plan: Plan) -> None:
+        """Changes what is wanted, from the step on whose predecessor's vote has found that all ranks want the same."""
+        self.configured = plan
+
+    def restrain(self, rungs: int | None, at_once: bool = False) -> None:
+        """Exchanges so many rungs milder than configured, None uncompressed, from the step on whose predecessor's vote
+        has found that all ranks plan the same. Ranks that know of their agreement already may change at once."""
+        self.restraint = rungs
         if at_once:
-            self._agreed = plan
+            self._agreed = self.planned
+
+    @property
+    def planned(self) -> Plan:
+        """What the next step uses where compression is not switched off."""
+        return Plan.uncompressed() if self.restraint is None else self.configured.milder(self.restraint)
 
     @property
     def step(self) -> int:
@@ -189,7 +199,14 @@ class Engine:
 
     def stats(self) -> Stats:
         """Totals since the start."""
-        return dataclasses.replace(self._stats, bytes_sent=self.wire.bytes_sent, wire_seconds=self.wire.seconds)
+        lanes = self._path.lanes
+        return dataclasses.replace(
+            self._stats,
+            bytes_sent=self.wire.bytes_sent + sum(lane.wire.bytes_sent for lane in lanes),
+            bytes_uncompressed=sum(lane.bytes_uncompressed for lane in lanes),
+            wire_seconds=self.wire.seconds + sum(lane.wire.seconds for lane in lanes),
+            codec_seconds=sum(lane.codec_seconds for lane in lanes),
+        )
 
     def restart_clock(self) -> None:
         """The time since the last step is not a part of the next one: a validation, a checkpoint."""
@@ -215,12 +232,12 @@ class Engine:
         return {
             "step": self._step.number,
             "plan": repr(self.configured),
-            "scale": self._scale,
+            "scale": self._path.scale,
             "disabled": self.disabled,
             "owed": self._owed,
             "layout": self._step.layout,
             "residuals": self.residuals.final(),
-            "warm": dict(self.warm),
+            "warm": dict(self._path.warm),
             "fidelity": self._fidelity.state_dict(),
         }
 
@@ -239,20 +256,22 @@ class Engine:
         self.settle()
         owed = state["owed"]
         if state["plan"] != repr(self.configured):
-            kept = "kept" if self.configured.feedback else "dropped, for nothing would deliver them"
+            keeps = self.configured.keeps_residuals
+            kept = "kept" if keeps else "dropped, for nothing would deliver them"
             self.say_once(
                 f"the checkpoint was made with {state['plan']}, and training goes on with {self.configured}. Warm "
                 f"starts are dropped, residuals are {kept}."
             )
             loaded.warm.clear()
-            if not self.configured.feedback:
+            if not keeps:
                 loaded.residuals.clear()
                 owed = False
         self.residuals.load(loaded.residuals)
-        self.warm = {name: tensor.to(self._device, copy=True) for name, tensor in loaded.warm.items()}
+        self._path.warm = {name: tensor.to(self._device, copy=True) for name, tensor in loaded.warm.items()}
+        self._path.scale = state["scale"]
         self._step = Step(state["step"], layout=state["layout"])
         self._resumed_layout = state["layout"]
-        self._scale, self.disabled, self._owed = state["scale"], state["disabled"], owed
+        self.disabled, self._owed = state["disabled"], owed
         self._losses, self._samples = [], None
         if parts is None:
             self._fidelity.load_state_dict(state["fidelity"], self._device)
@@ -264,29 +283,22 @@ class Engine:
         """Waits for what is under way and ends the executor."""
         self._executor.close()
 
-    def _enqueue(self, bucket: Bucket) -> "Future[Tensor]":
-        if bucket.index == 0 or self._step.ended:
-            self._begin_step()
-        self._step.layout.append(bucket.names)
-        self._step.idle |= bool(bucket.idle)
-        if bucket.last:
-            self._step.ready = self._executor.mark()
-        return self._executor.submit(lambda: self._job(bucket), bucket.buffer)
-
     def _begin_step(self) -> None:
         self.settle()
         plan = Plan.uncompressed() if self.disabled else self._agreed
         if plan.lossless:  # the first such step delivers what residuals hold
-            plan = dataclasses.replace(plan, feedback=self._owed)
+            plan = plan.each(lambda part: dataclasses.replace(part, feedback=self._owed))
         if plan != self.plan:
             self._fidelity.reset()
         self.plan = plan
         self._step = Step(self._step.number + 1)
+        layout, self._resumed_layout = self._resumed_layout, []
+        self._cutter = Cutter(plan, self._classes, layout)
         if self._loss_scale is not None:
             scale = self._loss_scale()
-            if self._step.number > 0 and scale != self._scale:
-                self.residuals.scale_(scale / self._scale)
-            self._scale = scale
+            if self._step.number > 0 and scale != self._path.scale:
+                self.residuals.scale_(scale / self._path.scale)
+            self._path.scale = scale
 
     def _measure(self, step: Step, result: Result) -> StepRecord:
         now, totals, before = time.perf_counter(), self.stats(), self._before
@@ -299,9 +311,10 @@ class Engine:
             out_of_memory=result.failure is Failure.OUT_OF_MEMORY,
             corrupt=bool(result.disputed),
             loss=result.loss,
-            gradient_norm=result.gradient_norm / self._scale,
+            gradient_norm=result.gradient_norm / self._path.scale,
             step_seconds=seconds,
             exposed_seconds=step.exposed,
+            exchange_seconds=step.span,
             wire_seconds=totals.wire_seconds - before.wire_seconds,
             codec_seconds=totals.codec_seconds - before.codec_seconds,
             bytes_sent=totals.bytes_sent - before.bytes_sent,
@@ -312,7 +325,7 @@ class Engine:
             residual_ratio=step.residual_ratio(),
         )
 
-    def _lost(self, bucket: Bucket, error: Exception) -> ExchangeError:
+    def _lost(self, message: Message, error: Exception) -> ExchangeError:
         missing = missing_ranks(self.wire.rank, self.wire.group)
         if missing is None:
             who = "The store on rank 0 of the job does not answer either: look there first."
@@ -322,170 +335,82 @@ class Engine:
         else:
             who = "All ranks answer: one was late, or met an error of its own. Look for the first error on the others."
         return ExchangeError(
-            f"rank {self.wire.rank} lost its peers in {bucket}: {type(error).__name__}: {error} {who} Training can go "
+            f"rank {self.wire.rank} lost its peers in {message}: {type(error).__name__}: {error} {who} Training can go "
             "on from the last checkpoint."
         )
 
     # The executor's side
 
-    def _job(self, bucket: Bucket) -> None:
-        if self._dead:
+    def _job(self, message: Message, turn: Turn) -> None:
+        step = self._step
+        self._attempt(message, partial(self._path.run, message, step, turn))
+        whole = [arrival for arrival in message.carries if arrival.part_done()]
+        for arrival in whole:
+            self._attempt(message, partial(self._path.deliver, arrival, step, turn))
+        done = [arrival for arrival in whole if not arrival.bucket.last]
+        if message.last:
+            turn.join()
+            self._attempt(message, partial(self._end, step, self._path.lanes[turn.lane].wire))
+            done.append(step.arrivals[-1][0])  # it is told last, whoever completed it
+        for arrival in done:
+            arrival.future.set_result(arrival.bucket.buffer)
+
+    def _attempt(self, message: Message, action: Callable[[], None]) -> None:
+        """Nothing is raised here, whatever it is: backward would wait for ever."""
+        if self._dead is not None:
             return
-        start, wire_seconds, sent = time.perf_counter(), self.wire.seconds, self.wire.bytes_sent
         try:
-            self._reduce(bucket)
-            if bucket.last:
-                self._vote()
-                self._step.exposed = self._executor.seconds_since(self._step.ready)
-        except Exception as error:  # whatever it is: were it raised here, backward would wait for ever
-            self._dead = (bucket, error)
-        spent = time.perf_counter() - start - (self.wire.seconds - wire_seconds)
-        if bucket.buffer.is_sparse:
-            plain = self.wire.bytes_sent - sent
-        else:
-            plain = Transfer("all_reduce", bucket.buffer.numel(), bucket.buffer.dtype).sent(self.wire.world)
-        self._stats = dataclasses.replace(
-            self._stats,
-            codec_seconds=self._stats.codec_seconds + spent,
-            bytes_uncompressed=self._stats.bytes_uncompressed + plain,
-        )
+            action()
+        except Exception as error:
+            self._dead = self._dead or (message, error)
+            self._executor.abandon()
 
-    def _reduce(self, bucket: Bucket) -> None:
-        """The path. A rank that fails on it goes on sending zeros, so that its peers reach the vote of this step."""
-        if bucket.buffer.numel() == 0:
-            return
-        if bucket.buffer.is_sparse or not bucket.buffer.is_floating_point():
-            self._pass_through(bucket)
-            return
-        plan, lossy = self.plan, not self.plan.lossless
-        shapes = [gradient.shape for gradient in bucket.gradients]
-        layout = self._layouts.get((plan, tuple(bucket.names)))
-        if layout is None:
-            layout = make_layout(plan, self.wire.world, bucket.names, shapes)
-            self._layouts[plan, layout.names] = layout
-        finished = self.wire.finished
-        unit = 1.0 / self._scale
-        try:
-            contributed = self._fidelity.sample(bucket.names, bucket.buffer) if lossy else None
-            self._exchange(plan, layout, bucket)
-        except WireError:
-            raise
-        except BaseException as error:  # a compressor that ends its process, too: on this thread it would only hang
-            self._step.failure = self._step.failure or (bucket, error)
-            schedule = transfers(plan, layout, self.wire.world, self._working_dtype(plan, bucket))
-            for transfer in schedule[self.wire.finished - finished :]:
-                self.wire.blank(transfer, self._device)
-        else:
-            self._deliver(bucket)
-            if contributed is not None:
-                delivered = self._fidelity.sample(bucket.names, bucket.buffer)
-                share = unit / self.wire.world
-                self._fidelity.stage(bucket.names, contributed.mul_(share), delivered.mul_(unit))
+    def _end(self, step: Step, wire: Wire) -> None:
+        self._vote(step, wire)
+        step.span = self._executor.seconds_since(step.arrivals[0][1])
+        step.exposed = self._executor.seconds_since(step.arrivals[-1][1])
 
-    def _deliver(self, bucket: Bucket) -> None:
-        self._step.norms.append((bucket, norm(bucket.buffer)))
-        if self._checked:
-            self._step.checksums.append(checksum(bucket.buffer))
-
-    def _exchange(self, plan: Plan, layout: Layout, bucket: Bucket) -> None:
-        dtype = self._working_dtype(plan, bucket)
-        share = 1.0 / self.wire.world  # before anything is summed, so that low precision does not overflow
-        seed = (self._step.number << 16) + bucket.index
-        warm = ChainMap(self._step.warm, self.warm)
-        in_place = bucket.buffer.dtype == dtype and not layout.padded
-        rows = bucket.buffer.view(layout.rows, layout.block) if in_place else None
-
-        if rows is not None and not plan.feedback:
-            exchange(plan, rows.mul_(share), rows, layout, self.wire, self._scratch, seed, warm)
-            return
-
-        shape = (layout.rows, layout.block)
-        slot = self.residuals.slot(layout) if plan.feedback else None
-        x = slot.back if slot else self._scratch.take("x", shape, dtype)
-        stale: dict[str, Tensor] = {}
-        if slot:
-            parts = zip(layout.names, layout.views(x), layout.views(slot.front), bucket.gradients, strict=True)
-            for name, contribution, residual, gradient in parts:
-                if name in bucket.idle:
-                    contribution.copy_(gradient).mul_(share)
-                    stale[name] = contribution.any()  # DDP sends what an earlier backward left over
-                else:
-                    torch.add(residual, gradient, alpha=share, out=contribution)
-        else:
-            torch._foreach_copy_(layout.views(x), bucket.gradients)
-            x.mul_(share)
-        layout.zero_padding(x)
-        sent = norm(x) if self._step.closes_window else None
-
-        out = rows if rows is not None else self._scratch.take("out", shape, dtype)
-        exchange(plan, x, out, layout, self.wire, self._scratch, seed, warm)
-        if rows is None:
-            torch._foreach_copy_(bucket.gradients, layout.views(out))
-        if slot:
-            residuals = zip(layout.names, layout.views(x), layout.views(slot.front), strict=True)
-            for name, staged, residual in residuals:
-                if name in bucket.idle:
-                    # A parameter that is idle here may not be elsewhere: two shots leave a part of their loss with us.
-                    staged.masked_fill_(stale[name], 0.0).add_(residual)
-            self.residuals.stage(slot)
-            if sent is not None:
-                self._step.squares.append(torch.stack([norm(x), sent]) ** 2)
-
-    def _pass_through(self, bucket: Bucket) -> None:
-        self._step.notes.append(
-            f"{'sparse' if bucket.buffer.is_sparse else bucket.buffer.dtype} gradients travel uncompressed, first in "
-            f"{bucket}."
-        )
-        world = self.wire.world
-        # Plain DDP divides sparse gradients and multiplies dense ones; this gives its bits.
-        self.wire.all_reduce(bucket.buffer.div_(world) if bucket.buffer.is_sparse else bucket.buffer.mul_(1.0 / world))
-        self._deliver(bucket)
-
-    def _vote(self) -> None:
+    def _vote(self, step: Step, wire: Wire) -> None:
         """The last word of a step; what is decided here holds on all ranks from the next step on."""
-        step, wish, planned = self._step, self._wish, self.planned
+        wish, planned = self._wish, self.planned
         losses, self._losses = self._losses, []
+        norm = step.norm
         zero = torch.zeros((), device=self._device)
         votes = encode(
             failure=kind_of(step.failure),
             wish=wish,
-            owes=(step.idle or not self.plan.lossless) if self.plan.feedback else self._owed,
+            owes=(step.idle or not self.plan.lossless) if self.plan.keeps_residuals else self._owed,
             same=(step.number, hash_of(f"{planned} {self.pledge}"), sum(step.checksums, zero.long())),
-            norm=torch.stack([each for _, each in step.norms]).norm() if step.norms else zero,
+            norm=zero if norm is None else norm,
             loss=torch.stack([loss.to(self._device) for loss in losses]).mean() if losses else zero + math.nan,
-            rank=self.wire.rank,
-            world=self.wire.world,
+            rank=wire.rank,
+            world=wire.world,
         )
-        result = decode(self.wire.all_reduce(votes, op=dist.ReduceOp.MAX).tolist())
+        result = decode(wire.all_reduce(votes, op=dist.ReduceOp.MAX).tolist())
         step.result = result
         if result.failure is Failure.ERROR:
-            mine = (
-                f"rank {self.wire.rank} failed in {step.failure[0]}: {_describe(step.failure[1])}"
-                if step.failure
-                else ""
-            )
-            step.error = ExchangeError(f"{self._shared(mine)} | The step was not taken on any rank.")
+            mine = f"rank {wire.rank} failed in {step.failure[0]}: {_describe(step.failure[1])}" if step.failure else ""
+            step.error = ExchangeError(f"{self._shared(mine, wire)} | The step was not taken on any rank.")
         elif set(result.disputed) - {"checksum"}:
-            mine = f"rank {self.wire.rank} is in step {step.number} and plans {planned}"
-            step.error = MismatchError(f"ranks disagree on {' and '.join(result.disputed)}: {self._shared(mine)}.")
+            mine = f"rank {wire.rank} is in step {step.number} and plans {planned}"
+            step.error = MismatchError(
+                f"ranks disagree on {' and '.join(result.disputed)}: {self._shared(mine, wire)}."
+            )
         if "next plan" not in result.disputed:
             self._agreed = planned
         if result.failure is Failure.OUT_OF_MEMORY:
-            self.adopt(Plan.uncompressed(), at_once=True)
+            self.restrain(None, at_once=True)
         if result.wish:
             self.disabled = result.wish is Wish.UNCOMPRESSED
-            if not self.disabled and self.planned.lossless:
-                self.adopt(self.configured, at_once=True)
+            if not self.disabled and self.restraint is None:
+                self.restrain(0, at_once=True)
             if self._wish is wish:
                 self._wish = Wish.NONE
         if step.closes_window and not self.plan.lossless and step.error is None:
-            step.fidelity = self._fidelity.measure(self.wire)
+            step.fidelity = self._fidelity.measure(wire)
 
-    def _shared(self, mine: str) -> str:
-        return " | ".join(line for line in share_text(self.wire, mine, self._device) if line)
-
-    def _working_dtype(self, plan: Plan, bucket: Bucket) -> torch.dtype:
-        return bucket.buffer.dtype if plan.lossless and not plan.feedback else torch.float32
+    def _shared(self, mine: str, wire: Wire) -> str:
+        return " | ".join(line for line in share_text(wire, mine, self._device) if line)
 
 
 def _describe(error: BaseException) -> str:

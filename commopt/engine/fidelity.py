@@ -36,7 +36,7 @@ class Fidelity:
         self._rate = COORDINATES / max(numel, 1)
         self._places: dict[Names, Tensor] = {}
         self._sums: dict[Names, Tensor] = {}  # [2, places]: contributed by this rank, delivered to all
-        self._staged: list[tuple[Names, Tensor]] = []
+        self._staged: dict[int, tuple[Names, Tensor]] = {}
         self._steps = 0  # that were taken since the window began
 
     def sample(self, names: Sequence[str], buffer: Tensor) -> Tensor:
@@ -50,13 +50,13 @@ class Fidelity:
             places = self._places[key] = draw.to(buffer.device)
         return buffer.view(-1)[places].float()
 
-    def stage(self, names: Sequence[str], contributed: Tensor, delivered: Tensor) -> None:
-        """Samples of one message, without the loss scale; ``contributed`` is this rank's share of the mean."""
-        self._staged.append((tuple(names), torch.stack([contributed, delivered])))
+    def stage(self, index: int, names: Sequence[str], contributed: Tensor, delivered: Tensor) -> None:
+        """Samples of one bucket, without the loss scale; ``contributed`` is this rank's share of the mean."""
+        self._staged[index] = tuple(names), torch.stack([contributed, delivered])
 
     def commit(self) -> None:
         """The step that was staged is taken."""
-        for key, pair in self._staged:
+        for _, (key, pair) in sorted(self._staged.items()):  # the same order on all ranks, whichever was done first
             known = self._sums.get(key)
             self._sums[key] = pair if known is None else known.add_(pair)
         self._steps += bool(self._staged)

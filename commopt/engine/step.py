@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from commopt.engine.ballot import Failure, Result
-from commopt.engine.bucket import Bucket
 from commopt.engine.fidelity import WINDOW
+from commopt.engine.messages import Arrival, Bucket, Message
 from commopt.errors import CommOptError
 
 
@@ -38,21 +38,32 @@ class Step:
     """What is known of the step under way, on this rank until the vote and on all after it."""
 
     number: int
-    layout: list[list[str]] = field(default_factory=list)
-    norms: list[tuple[Bucket, Tensor]] = field(default_factory=list)
+    layout: list[list[str]] = field(default_factory=list)  # names a message
+    arrivals: list[tuple[Arrival, Any]] = field(default_factory=list)  # and when
+    norms: dict[int, tuple[Bucket, Tensor]] = field(default_factory=dict)  # by index of the bucket
     checksums: list[Tensor] = field(default_factory=list)
     squares: list[Tensor] = field(default_factory=list)  # of residuals and contributions, where they are measured
     idle: bool = False  # whether a parameter took no part, so that its residual stays
-    failure: tuple[Bucket, BaseException] | None = None
+    failure: tuple[Message, BaseException] | None = None
     error: CommOptError | None = None
     warm: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    ready: Any = None  # when the last gradient was there
     exposed: float = 0.0
+    span: float = 0.0
     result: Result | None = None
     fidelity: tuple[float, float] | None = None  # cosine and sign agreement
     ended: bool = False
     taken: bool = False
+
+    def fail(self, message: Message, error: BaseException) -> None:
+        """This rank could not exchange a message; the first such error counts."""
+        self.failure = self.failure or (message, error)
+
+    @property
+    def norm(self) -> Tensor | None:
+        """Of the mean gradient; None where nothing was delivered."""
+        norms = [self.norms[index][1] for index in sorted(self.norms)]  # their sum has the same bits in each run
+        return torch.stack(norms).norm() if norms else None
 
     @property
     def closes_window(self) -> bool:
@@ -83,7 +94,7 @@ class Step:
             )
         if result.finite:
             return ""
-        where = next((bucket for bucket, norm in self.norms if not bool(norm.isfinite())), "another rank")
+        where = next((bucket for bucket, norm in self.norms.values() if not bool(norm.isfinite())), "another rank")
         return (
             f"the mean gradient was not finite after {name!r} in step {self.number}, first in {where}. All ranks skip "
             "such steps and keep their residuals. If it happens often: a smaller learning rate, or 'bf16' or 'int8' "
@@ -106,7 +117,7 @@ def checksum(tensor: Tensor) -> Tensor:
     return values.view(torch.uint8 if values.nbytes % 4 else torch.int32).sum(dtype=torch.int64)
 
 
-def kind_of(failure: tuple[Bucket, BaseException] | None) -> Failure:
+def kind_of(failure: tuple[Message, BaseException] | None) -> Failure:
     """Whether it was for lack of memory, which torch on the CPU says in words only."""
     if failure is None:
         return Failure.NONE

@@ -47,6 +47,8 @@ def by_hand(name: str, world: int) -> float:
         "fp8": quantized(world, 20, 4 + 256),
         "int8": quantized(world, 20, 4 + 256),
         "int4": quantized(world, 40, 4 + 64),
+        "int3": quantized(world, 40, 2 + 48),
+        "int2": quantized(world, 40, 2 + 32),
         "onebit": quantized(world, 20, 4 + 32),
         "randomk": ring(world, 4 * 50),
         "powersgd": ring(world, 4 * 4 * (50 + 100)),

@@ -1,6 +1,7 @@
 """The one path and its commit, without a trainer: skips, failures, switches, memory."""
 
 import math
+import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from commopt.compressors import Compressor, available, create
 from commopt.compressors.blocks import Int8
 from commopt.compressors.lowrank import PowerSGD
 from commopt.engine import Engine
-from commopt.engine.bucket import Bucket
+from commopt.engine.messages import Bucket
 from commopt.engine.step import Stats
 from commopt.errors import CommOptWarning, ExchangeError
 from commopt.plan import Plan
@@ -183,8 +184,9 @@ def fail(rank: int, world: int, compressor: Compressor, method: str, call: int) 
             exchange(engine, gradients(rank, 1, SHAPES))
         assert time.monotonic() - start < 10  # the group waits for 20 seconds
         calls_left.clear()
-        message = f"rank 1 failed in bucket 1 (b): ValueError: broken in {method} | The step was not taken on any rank."
-        assert str(caught.value) == message
+        # Messages are compressed by turns: which of them meets the fault is open.
+        message = rf"rank 1 failed in message [012] \([abc]\): ValueError: broken in {method} \| The step was not taken"
+        assert re.match(message, str(caught.value))
         assert isinstance(caught.value.__cause__, ValueError) == (rank == 1)
         assert equal(residuals(engine), before)
 
@@ -218,7 +220,7 @@ def lose_a_peer(rank: int, world: int) -> None:
         dist.destroy_process_group()
         return
     for _ in range(2):  # no later step hangs either
-        with pytest.raises(ExchangeError, match=rf"rank {rank} lost its peers in bucket 0 \(a\)"):
+        with pytest.raises(ExchangeError, match=rf"rank {rank} lost its peers in message 0 \(a\)"):
             exchange(engine, gradients(rank, 1, SHAPES))
     engine.close()
 
@@ -368,7 +370,7 @@ def idle_at_the_switch(rank: int, world: int) -> None:
     """The residual of a parameter that is idle on one rank when compression ends is delivered when it takes part."""
     with running(Plan(create("topk"), feedback=True)) as engine:
         exchange(engine, gradients(rank, 0, SHAPES))
-        engine.adopt(Plan.uncompressed(), at_once=True)
+        engine.restrain(None, at_once=True)
         zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         idle_here = frozenset({"b"}) if rank == 1 else frozenset()
         exchange(engine, {name: value.clone() for name, value in zeros.items()}, idle=idle_here)
@@ -464,7 +466,7 @@ def memory(rank: int, world: int, name: str) -> None:
             for step in range(3):
                 pairs = [[f"p{i}", f"p{i + 1}"] for i in range(0, 8, 2)]
                 exchange(engine, gradients(rank, step, shapes), pairs if step else [[n] for n in shapes])
-            assert engine._scratch.nbytes <= 3 * bucket
+            assert all(lane.scratch.nbytes <= 3 * bucket for lane in engine._path.lanes)
             engine.settle()
             slots = [buffer for slot in engine.residuals._slots.values() for buffer in (slot.front, slot.back)]
             held = [*slots, *engine.residuals.final().values()]

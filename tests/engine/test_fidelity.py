@@ -26,7 +26,7 @@ def watch(rank: int, world: int, delivers: str) -> tuple[float, float] | None:
             "the opposite": -true,
             "the largest": torch.where(places < 400, true, 0.0),
         }[delivers]
-        fidelity.stage(["a", "b"], contributed, delivered)
+        fidelity.stage(0, ["a", "b"], contributed, delivered)
         if step == 3:
             fidelity.discard()
         else:

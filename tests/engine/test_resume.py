@@ -113,7 +113,7 @@ def goes_on(rank: int, world: int, states: list[dict[str, Any]]) -> torch.Tensor
     """What the first uncompressed step delivers beyond its gradients, after a change of the number of ranks."""
     engine = engine_of("topk", density=0.02)
     engine.load_state_dict(states[rank % len(states)], [states[j] for j in range(len(states)) if j % world == rank])
-    engine.adopt(Plan.uncompressed(), at_once=True)
+    engine.restrain(None, at_once=True)
     given = gradients(rank, 9, SHAPES)
     mean = torch.cat([(summed(gradient) / world).flatten() for gradient in given.values()])
     delivered, usable = exchange(engine, {name: gradient.clone() for name, gradient in given.items()})

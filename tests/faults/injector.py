@@ -13,19 +13,25 @@ import math
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
+from commopt.collectives.wire import Wire
 from commopt.compressors import RoundsCompressor
 from commopt.engine import Engine
-from commopt.engine.bucket import Bucket
+from commopt.engine.executors import Turn
+from commopt.engine.messages import Message
+from commopt.engine.path import Lane
+from commopt.engine.step import Step
 from commopt.layout import Layout
 from commopt.plan import Plan
 
@@ -50,12 +56,17 @@ class Faults:
         self.struck: Counter[str] = Counter()
         self._engine = engine
         self._armed: list[Fault] = []
-        self._inside = False  # of an exchange: a vote is not a payload
-        self._job, self._exchange = engine._job, engine._exchange
-        wire = engine.wire
-        self._all_reduce, self._all_gather = wire.all_reduce, wire.all_gather
-        self._undo = [_patch(engine, "_job", self._on_job), _patch(engine, "_exchange", self._on_exchange)]
-        self._undo += [_patch(wire, "all_reduce", self._on_all_reduce), _patch(wire, "all_gather", self._on_all_gather)]
+        self._lock = threading.Lock()  # messages are exchanged by turns on several threads
+        self._inside: set[int] = set()  # threads that are in an exchange: a vote is not a payload
+        self._job, self._exchange = engine._job, engine._path.exchange
+        self._undo = [_patch(engine, "_job", self._on_job), _patch(engine._path, "exchange", self._on_exchange)]
+        for lane in engine._path.lanes:
+            wire = lane.wire
+            received = [
+                partial(self._on_all_reduce, wire.all_reduce),
+                partial(self._on_all_gather, wire, wire.all_gather),
+            ]
+            self._undo += [_patch(wire, "all_reduce", received[0]), _patch(wire, "all_gather", received[1])]
 
     def __enter__(self) -> "Faults":
         return self
@@ -78,48 +89,54 @@ class Faults:
 
     def _due(self, place: Place, last: bool = True) -> list[Fault]:
         """What strikes now; for the ``last`` time."""
-        due = [fault for fault in self._armed if (fault.place, fault.step) == (place, self._engine.step)]
-        for fault in due if last else ():
-            self._armed.remove(fault)
-            self.struck[fault.kind] += 1
+        with self._lock:
+            due = [fault for fault in self._armed if (fault.place, fault.step) == (place, self._engine.step)]
+            for fault in due if last else ():
+                self._armed.remove(fault)
+                self.struck[fault.kind] += 1
         return due
 
-    def _on_job(self, bucket: Bucket) -> None:
-        for fault in self._due("gradient") + self._due("contribution", bucket.last):
-            fault.strike(bucket.buffer)
-        self._job(bucket)
-        if bucket.last:  # what found no codec does not wait for a step of this number after a roll-back
-            self._armed = [fault for fault in self._armed if fault.step != self._engine.step]
+    def _on_job(self, message: Message, turn: Turn) -> None:
+        buffer, step = message.carries[0].bucket.buffer, self._engine.step
+        for fault in self._due("gradient") + self._due("contribution", message.last):
+            fault.strike(buffer)
+        self._job(message, turn)
+        if message.last:  # what found no codec does not wait for a step of this number after a roll-back
+            self._armed = [fault for fault in self._armed if fault.step != step]  # the engine may be in the next one
 
-    def _on_exchange(self, plan: Plan, layout: Layout, bucket: Bucket) -> None:
-        self._inside = True
+    def _on_exchange(self, message: Message, plan: Plan, layout: Layout, step: Step, lane: Lane) -> None:
+        here = threading.get_ident()
+        self._inside.add(here)
         method = "reduce" if isinstance(plan.compressor, RoundsCompressor) else "encode"
         due = [] if plan.lossless else self._due("codec")
+        codec = getattr(plan.compressor, method)
 
-        def fail(*_: Any) -> None:
+        def fail(*args: Any) -> Any:
+            if threading.get_ident() != here:
+                return codec(*args)
             for fault in due:
-                fault.strike(bucket.buffer)
+                fault.strike(message.gradients[0])
+            return None
 
         undo = _patch(plan.compressor, method, fail) if due else None
         try:
-            self._exchange(plan, layout, bucket)
+            self._exchange(message, plan, layout, step, lane)
         finally:
-            self._inside = False
+            self._inside.discard(here)
             if undo is not None:
                 undo()
 
-    def _on_all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._all_reduce(tensor, *args, **kwargs)
+    def _on_all_reduce(self, all_reduce: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        all_reduce(tensor, *args, **kwargs)
         self._damage(tensor)
         return tensor
 
-    def _on_all_gather(self, out: Tensor, tensor: Tensor) -> None:
-        self._all_gather(out, tensor)
-        wire = self._engine.wire
+    def _on_all_gather(self, wire: Wire, all_gather: Callable[..., None], out: Tensor, tensor: Tensor) -> None:
+        all_gather(out, tensor)
         self._damage(out.view(wire.world, -1)[(wire.rank + 1) % wire.world])  # a peer's part
 
     def _damage(self, received: Tensor) -> None:
-        for fault in self._due("received") if self._inside else ():
+        for fault in self._due("received") if threading.get_ident() in self._inside else ():
             fault.strike(received)
 
 

@@ -76,7 +76,7 @@ def test_a_killed_peer_is_named_within_five_seconds(
     for rank in set(range(world)) - {victim}:
         waited, message = json.loads((tmp_path / f"{rank}.json").read_text())
         assert waited < 5.0
-        assert message.startswith(f"rank {rank} lost its peers in bucket 0 (")
+        assert message.startswith(f"rank {rank} lost its peers in message 0 (")
         if tcp and victim == 0:
             assert "The store on rank 0 of the job does not answer either" in message
         else:
@@ -98,7 +98,7 @@ def test_a_late_peer_is_named_after_the_timeout(
 ) -> None:
     seen = workers.run(fail, world, patience=TIMEOUT, victim=victim, fault=fault, tcp=tcp)
     for rank, (waited, message) in enumerate(seen):
-        assert message.startswith(f"rank {rank} lost its peers in bucket ")  # the late one, too, when it wakes up
+        assert message.startswith(f"rank {rank} lost its peers in message ")  # the late one, too, when it wakes up
         if rank == victim:
             continue
         assert TIMEOUT - 0.5 < waited < TIMEOUT + 2.0

@@ -61,14 +61,14 @@ def disagree(rank: int, world: int) -> None:
     gradient = torch.randn(64, generator=torch.Generator().manual_seed(rank))
     exchange(engine, {"w": gradient})
     if rank == 1:
-        engine.adopt(Plan(create("int8"), feedback=False))
+        engine.configure(Plan(create("int8"), feedback=False))
     kept = _residual(engine)
     for _ in range(2):  # the vote finds it each time, before anything is sent by a plan that is not everybody's
         with pytest.raises(MismatchError, match=r"ranks disagree on next plan: rank 0 is in step .*TopK.* \| .*Int8"):
             exchange(engine, {"w": gradient})
         assert engine.plan == TOPK
         assert torch.equal(_residual(engine), kept)
-    engine.adopt(Plan(create("int8"), feedback=False))
+    engine.configure(Plan(create("int8"), feedback=False))
     for _ in range(2):
         mean, _ = exchange(engine, {"w": gradient})
     assert engine.plan.compressor.name == "int8"

@@ -25,7 +25,7 @@ def plain_bits(rank: int, world: int, dtype: torch.dtype) -> int:
             assert equal(parameters(ours), parameters(plain)), step
         talk = (world - 1) * 32 + 24 * 2 * (world - 1) / world * (10 + world) * 8  # a hash, and 24 votes
         assert handle.stats().bytes_sent == pytest.approx(handle.stats().bytes_uncompressed + talk)
-        return len(handle.engine._layouts)
+        return len(handle.engine._path._layouts)
 
 
 @worlds

@@ -144,9 +144,10 @@ def fail_in_backward(rank: int, world: int) -> list[str]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_failure_on_one_rank_is_raised_on_all(workers: Workers, world: int) -> None:
     ((one, two), *others) = workers.run(fail_in_backward, world)
-    assert one == two
-    assert one.startswith("rank 1 failed in bucket 1 (")
-    assert one.endswith("): ValueError: broken codec | The step was not taken on any rank.")
+    assert one.startswith("rank 1 failed in message ")
+    assert all(
+        each.endswith("): ValueError: broken codec | The step was not taken on any rank.") for each in (one, two)
+    )
     assert all(messages == [one, two] for messages in others)
 
 
@@ -161,7 +162,7 @@ def go_on_regardless(rank: int, world: int, error: type[BaseException], message:
             weights = parameters(model)
             Fragile.error, Fragile.calls_left = error(message), 2 if rank == 1 else -1
             optimizer.zero_grad()
-            with pytest.raises(ExchangeError, match=f"rank 1 failed in bucket 1 .*: {error.__name__}: "):
+            with pytest.raises(ExchangeError, match=f"rank 1 failed in message .*: {error.__name__}: "):
                 loss_of(model, rank, 3).backward()
             optimizer.step()
             assert equal(parameters(model), weights)
@@ -186,7 +187,7 @@ def lose_a_peer(rank: int, world: int) -> None:
         handle.close()
         dist.destroy_process_group()
         return
-    with pytest.raises(ExchangeError, match=r"rank 0 lost its peers in bucket 0 .* last checkpoint"):
+    with pytest.raises(ExchangeError, match=r"rank 0 lost its peers in message 0 .* last checkpoint"):
         loss.backward()
     handle.close()
 
