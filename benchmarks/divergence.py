@@ -124,7 +124,7 @@ def _spoil(handle: commopt.Handle, start: int) -> None:
             torch._foreach_mul_(message.gradients, SPOILED)
         exchange(message, plan, *arguments)
 
-    engine._path.exchange = spoiled  # type: ignore[method-assign]
+    engine._path.exchange = spoiled  # type: ignore[method-assign, assignment]
 
 
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:

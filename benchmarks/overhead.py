@@ -40,7 +40,7 @@ class Blind(Fidelity):
     def sample(self, names: Sequence[str], buffer: Tensor) -> Tensor:
         return buffer.new_zeros(())
 
-    def stage(self, names: Sequence[str], contributed: Tensor, delivered: Tensor) -> None:
+    def stage(self, index: int, names: Sequence[str], contributed: Tensor, delivered: Tensor) -> None:
         pass
 
 

@@ -131,8 +131,10 @@ def _row_bytes(compressor: RowCompressor) -> float:
         return (4 + 2) * compressor.density * compressor.block  # a value and its 16-bit position
     if isinstance(compressor, RandomK):
         return 4
-    bits = {"none": 32, "fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "onebit": 1}[compressor.name]
-    scale = 4 if bits <= 8 else 0
+    bits = {
+        "none": 32, "fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "int3": 3, "int2": 2, "onebit": 1,
+    }[compressor.name]  # fmt: skip
+    scale = 0 if bits > 8 else 2 if bits in (2, 3) else 4
     return compressor.block * bits / 8 + scale
 
 

@@ -1,7 +1,7 @@
 """The exchange: what each rank contributes becomes the compressed sum over ranks, and this rank's residual.
 
-Straight-line and synchronous. Every collective is in `transfers` too, so that its bytes are known beforehand, and a
-rank that fails in between can still take part in the rest (see ``engine.py``).
+Straight-line and synchronous. Every collective is in ``transfers.py`` too, so that its bytes are known beforehand, and
+a rank that fails in between can still take part in the rest (see ``engine/path.py``).
 """
 
 from collections.abc import MutableMapping
@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 import torch
 from torch import Tensor
 
-from commopt.collectives.wire import Transfer, Wire
+from commopt.collectives.wire import Wire
 from commopt.compressors import RoundsCompressor, RowCompressor
 from commopt.errors import UnsupportedError
 from commopt.layout import Layout
@@ -35,30 +35,6 @@ class Scratch:
     def nbytes(self) -> int:
         """Memory held, in bytes."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
-
-
-def make_layout(plan: Plan, world: int, names: list[str], shapes: list[torch.Size]) -> Layout:
-    """The layout of a message of these tensors; two shots deal rows out to ranks in equal parts."""
-    return Layout(names, shapes, plan.block, world if plan.route(world) == "two_shot" else 1)
-
-
-def transfers(plan: Plan, layout: Layout, world: int, dtype: torch.dtype) -> tuple[Transfer, ...]:
-    """Every collective of one exchange, in order. ``dtype`` is the contribution's, which a lossless plan keeps."""
-    compressor = plan.compressor
-    if world == 1:
-        return ()
-    if plan.lossless:
-        return (Transfer("all_reduce", layout.rows * layout.block, dtype),)
-    if isinstance(compressor, RoundsCompressor):
-        return tuple(Transfer("all_reduce", numel, torch.float32) for numel in compressor.payload_sizes(layout))
-    assert isinstance(compressor, RowCompressor)
-    kind, numel = compressor.payload_dtype, layout.rows * compressor.width
-    route = plan.route(world)
-    if route == "all_reduce":
-        return (Transfer("all_reduce", numel, kind),)
-    if route == "gather":
-        return (Transfer("all_gather", numel, kind),)
-    return (Transfer("all_to_all", numel, kind), Transfer("all_gather", numel // world, kind))
 
 
 def exchange(

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.collectives.exchange import Scratch, exchange, make_layout
+from commopt.collectives.exchange import Scratch, exchange
 from commopt.collectives.wire import Wire
 from commopt.compressors import RoundsCompressor, RowCompressor, create
 from commopt.errors import CommOptWarning, ConfigError, UnsupportedError
 from commopt.layout import Layout
 from commopt.plan import Plan
+from commopt.transfers import make_layout
 
 Op = Literal["mean", "sum"]
 _calls: "WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = WeakKeyDictionary()

@@ -4,13 +4,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from commopt.errors import ExchangeError
+from commopt.transfers import Transfer
 
 # Renamed in torch 2.13; the old name warns there.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,25 +25,6 @@ IN_FLIGHT = 4  # pieces each way
 
 class WireError(ExchangeError):
     """A collective failed, so that peers are gone or no longer in step: nothing can be sent any more."""
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One collective: what each rank hands over."""
-
-    op: Literal["all_reduce", "all_gather", "all_to_all", "exchange"]
-    numel: int
-    dtype: torch.dtype
-
-    def sent(self, world: int) -> float:
-        """Bytes that a rank puts on the wire: a ring for the all-reduce, one peer for the exchange, each peer once for
-        the others."""
-        size = self.numel * self.dtype.itemsize
-        if self.op == "exchange":
-            return size
-        if self.op == "all_reduce":
-            return 2 * (world - 1) / world * size
-        return (world - 1) * size if self.op == "all_gather" else (world - 1) / world * size
 
 
 class Turn(Protocol):

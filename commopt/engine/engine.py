@@ -25,12 +25,12 @@ from commopt.collectives.wire import Wire
 from commopt.engine.ballot import Failure, Result, Wish, decode, encode, hash_of
 from commopt.engine.executors import LANES, Turn, make_executor
 from commopt.engine.fidelity import Fidelity
-from commopt.engine.messages import Arrival, Bucket, Cutter, Message
 from commopt.engine.path import Path
 from commopt.engine.state import check_state
 from commopt.engine.step import Stats, Step, kind_of
 from commopt.errors import CommOptWarning, ExchangeError, MismatchError
 from commopt.feedback import Residuals
+from commopt.messages import Arrival, Bucket, Cutter, Message
 from commopt.plan import Plan, TensorClass
 from commopt.records import StepRecord
 

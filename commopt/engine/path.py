@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.collectives.exchange import Scratch, exchange, make_layout, transfers
-from commopt.collectives.wire import Transfer, Wire, WireError
+from commopt.collectives.exchange import Scratch, exchange
+from commopt.collectives.wire import Wire, WireError
 from commopt.engine.executors import Turn
 from commopt.engine.fidelity import Fidelity
-from commopt.engine.messages import Arrival, Message
 from commopt.engine.step import Step, checksum, norm
 from commopt.feedback import Residuals
 from commopt.layout import Layout
+from commopt.messages import Arrival, Message
 from commopt.plan import Plan
+from commopt.transfers import Transfer, make_layout, transfers
 
 
 @dataclasses.dataclass

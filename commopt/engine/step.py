@@ -8,8 +8,8 @@ from torch import Tensor
 
 from commopt.engine.ballot import Failure, Result
 from commopt.engine.fidelity import WINDOW
-from commopt.engine.messages import Arrival, Bucket, Message
 from commopt.errors import CommOptError
+from commopt.messages import Arrival, Bucket, Message
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from commopt.collectives.agreement import check_agreement
 from commopt.config import CommOptConfig
 from commopt.engine import Engine
-from commopt.engine.messages import Bucket
 from commopt.engine.step import Stats
 from commopt.errors import AttachError
+from commopt.messages import Bucket
 from commopt.plan import Plan
 from commopt.records import StepRecord
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.steptime import measure, parse_args
-from commopt.collectives.wire import Transfer
+from commopt.transfers import Transfer
 from tests.workers import Workers
 
 VARIANTS = ["none", "int8", "onebit", "topk:density=0.01", "powersgd:rank=4", "torch:bf16", "torch:powersgd"]

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from commopt.collectives.exchange import Scratch, exchange, make_layout, transfers
-from commopt.collectives.wire import Transfer, Wire
+from commopt.collectives.exchange import Scratch, exchange
+from commopt.collectives.wire import Wire
 from commopt.compressors import Contraction, RoundsCompressor, available, create
 from commopt.compressors.contract import Sum
 from commopt.errors import UnsupportedError
 from commopt.layout import Layout
 from commopt.plan import Plan
+from commopt.transfers import Transfer, make_layout, transfers
 from tests.compressors.cases import every_case
 from tests.workers import Workers
 

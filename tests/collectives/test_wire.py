@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commopt.collectives.wire import Transfer, Wire, WireError
+from commopt.collectives.wire import Wire, WireError
+from commopt.transfers import Transfer
 from tests.workers import Workers
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commopt.collectives.exchange import Scratch, exchange, make_layout
+from commopt.collectives.exchange import Scratch, exchange
 from commopt.collectives.wire import Wire
 from commopt.compressors import (
     Compressor,
@@ -23,6 +23,7 @@ from commopt.compressors import (
 )
 from commopt.layout import Layout
 from commopt.plan import Plan
+from commopt.transfers import make_layout
 from tests.compressors.cases import cases, every_case
 from tests.workers import Workers
 

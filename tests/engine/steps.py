@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from commopt.engine import Engine
-from commopt.engine.messages import Bucket
+from commopt.messages import Bucket
 from commopt.plan import Plan
 
 CPU = torch.device("cpu")

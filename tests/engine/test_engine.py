@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commopt.collectives.wire import Transfer
 from commopt.compressors import Compressor, available, create
 from commopt.compressors.blocks import Int8
 from commopt.compressors.lowrank import PowerSGD
 from commopt.engine import Engine
-from commopt.engine.messages import Bucket
 from commopt.engine.step import Stats
 from commopt.errors import CommOptWarning, ExchangeError
+from commopt.messages import Bucket
 from commopt.plan import Plan
+from commopt.transfers import Transfer
 from tests.engine.steps import Tensors, exchange, gradients, make_engine, same_on_all_ranks, summed
 from tests.workers import Workers
 

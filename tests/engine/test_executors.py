@@ -1,6 +1,7 @@
 """Jobs run beside the caller: each lane in order, the wire in order over all lanes."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def test_each_lane_runs_its_jobs_in_order_without_gradients() -> None:
         seen.append((number, threading.get_ident(), torch.is_grad_enabled()))
 
     for number in range(JOBS):
-        executor.submit(lambda turn, number=number: job(number, turn))
+        executor.submit(partial(job, number))
     assert not seen  # the caller went on
     gate.set()
     executor.close()
@@ -54,7 +55,7 @@ def test_the_wire_is_used_in_order_while_the_next_job_already_runs() -> None:
         wire.append(number)
 
     for number in range(JOBS):
-        executor.submit(lambda turn, number=number: job(number, turn))
+        executor.submit(partial(job, number))
     executor.close()
     assert wire == list(range(JOBS))
 
@@ -115,8 +116,8 @@ def test_joining_works_wherever_the_last_job_runs(jobs: int) -> None:
     executor = ThreadExecutor()
     ended: list[int] = []
     counts: list[int] = []
-    for number in range(jobs):
-        executor.submit(lambda _, number=number: ended.append(number))
+    for _number in range(jobs):
+        executor.submit(lambda _: ended.append(0))
 
     def last(turn: Turn) -> None:
         turn.join()

@@ -29,10 +29,10 @@ from commopt.collectives.wire import Wire
 from commopt.compressors import RoundsCompressor
 from commopt.engine import Engine
 from commopt.engine.executors import Turn
-from commopt.engine.messages import Message
 from commopt.engine.path import Lane
 from commopt.engine.step import Step
 from commopt.layout import Layout
+from commopt.messages import Message
 from commopt.plan import Plan
 
 Place = Literal["gradient", "contribution", "codec", "received"]
@@ -62,11 +62,8 @@ class Faults:
         self._undo = [_patch(engine, "_job", self._on_job), _patch(engine._path, "exchange", self._on_exchange)]
         for lane in engine._path.lanes:
             wire = lane.wire
-            received = [
-                partial(self._on_all_reduce, wire.all_reduce),
-                partial(self._on_all_gather, wire, wire.all_gather),
-            ]
-            self._undo += [_patch(wire, "all_reduce", received[0]), _patch(wire, "all_gather", received[1])]
+            self._undo.append(_patch(wire, "all_reduce", partial(self._on_all_reduce, wire.all_reduce)))
+            self._undo.append(_patch(wire, "all_gather", partial(self._on_all_gather, wire, wire.all_gather)))
 
     def __enter__(self) -> "Faults":
         return self

@@ -1,0 +1,1 @@
+"""The choice of a plan, from what was measured."""
