@@ -26,9 +26,10 @@ from rich.progress import Progress
 from torch import Tensor
 
 from benchmarks import results
-from benchmarks.variants import TIMEOUT, WARM_UP, Variant
+from benchmarks.variants import TIMEOUT, Variant
 from commopt.errors import CommOptError
 from commopt.lab import open_lab
+from commopt.policy.cost import predict
 from lightning_commopt import CommOptDDPStrategy
 from recipes.gpt.train import GPT, SIZES, batches, load_text, next_token_loss
 
@@ -49,8 +50,9 @@ class Subject:
         self.wrapped = variant.wrap(self.model, bucket_cap_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.rounds: list[list[float]] = []  # seconds of each step, those of the slower rank
-        self.steps = 0
-        self.totals = dict.fromkeys(("steps", "kernel_bytes", "counted_bytes", "wire_seconds", "codec_seconds"), 0.0)
+        self.steps, self.exchange_seconds = 0, 0.0
+        counted = ("steps", "kernel_bytes", "counted_bytes", "wire_seconds", "codec_seconds", "exchange_seconds")
+        self.totals = dict.fromkeys(counted, 0.0)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         """One training step; its seconds."""
@@ -60,6 +62,8 @@ class Subject:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
+        if self.wrapped.handle and self.wrapped.handle.engine.record:
+            self.exchange_seconds += self.wrapped.handle.engine.record.exchange_seconds
         return time.perf_counter() - start
 
     def round(self, stream: Iterator[tuple[Tensor, Tensor]], steps: int) -> None:
@@ -76,6 +80,7 @@ class Subject:
 
     def _counters(self) -> dict[str, float]:
         counters: dict[str, float] = {"steps": self.steps, "kernel_bytes": sent_by_kernel()}
+        counters["exchange_seconds"] = self.exchange_seconds
         if self.wrapped.handle:
             stats = self.wrapped.handle.stats()
             counters["counted_bytes"] = stats.bytes_sent
@@ -103,6 +108,8 @@ class Subject:
             "kernel_bytes": a_step["kernel_bytes"] if interface() != "lo" else None,
             "wire_ms": 1000 * a_step["wire_seconds"] if self.wrapped.handle else None,
             "codec_ms": 1000 * a_step["codec_seconds"] if self.wrapped.handle else None,
+            "idle_wire": 1 - a_step["wire_seconds"] / a_step["exchange_seconds"] if self.wrapped.handle else None,
+            "explained": self.wrapped.handle.explain() if self.wrapped.handle else None,
         }
 
 
@@ -126,7 +133,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with Progress(console=Console(stderr=True), disable=rank != 0, auto_refresh=False) as progress:
         task = progress.add_task("warm-up", total=len(subjects) * (1 + args.rounds))
         for subject in subjects:
-            for _ in range(WARM_UP):
+            for _ in range(subject.variant.warm_up):
                 subject.step(*next(stream))
             progress.update(task, advance=1, description=f"warm-up: {subject.variant.spec}", refresh=True)
         for number in range(1, args.rounds + 1):
@@ -134,6 +141,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 subject.round(stream, args.steps)
                 description = f"round {number} of {args.rounds}: {subject.variant.spec}"
                 progress.update(task, advance=1, description=description, refresh=True)
+    predicted = predictions(subjects)
     for subject in subjects:
         if subject.wrapped.handle:
             subject.wrapped.handle.close()
@@ -149,13 +157,32 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "rounds": args.rounds,
         "steps a round": args.steps,
     }
-    summaries = [subject.summary(references) for subject in subjects]
+    summaries = [
+        {**subject.summary(references), "predicted_ms": predicted.get(subject.variant.spec)} for subject in subjects
+    ]
     return {"command": results.command("benchmarks.steptime"), "conditions": setup, "variants": summaries}
 
 
+def predictions(subjects: Sequence[Subject]) -> dict[str, float]:
+    """What the cost model expects of each variant of commopt, in ms, by what the first automatic one has measured."""
+    pilots = [subject.wrapped.handle.pilot for subject in subjects if subject.wrapped.handle]
+    pilot = next((pilot for pilot in pilots if pilot is not None), None)
+    workload = pilot.workload() if pilot is not None else None
+    if pilot is None or workload is None or pilot.network is None or pilot.machine is None:
+        return {}
+    network, expected = pilot.network.scaled(pilot.factor), {}
+    for subject in subjects:
+        config, handle = subject.variant.config, subject.wrapped.handle
+        if config is not None and handle is not None:
+            plan = handle.engine.configured
+            if all(repr(part.compressor) in pilot.machine.codecs for part in plan.parts):
+                expected[subject.variant.spec] = 1000 * predict(plan, workload, network, pilot.machine).step
+    return expected
+
+
 HEADERS = (
-    *("variant", "ms a step", "quartiles", "over nocomm", "range", "over ddp", "range"),
-    *("wire ms", "codec ms", "MB formula", "MB counted", "MB kernel"),
+    *("variant", "ms a step", "quartiles", "predicted", "over nocomm", "range", "over ddp", "range"),
+    *("wire idle", "wire ms", "codec ms", "MB formula", "MB counted", "MB kernel"),
 )
 
 
@@ -173,7 +200,9 @@ def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
             entry["variant"],
             f"{entry['step_ms']['median']:.0f}",
             f"{entry['step_ms']['q25']:.0f}-{entry['step_ms']['q75']:.0f}",
+            known(entry.get("predicted_ms"), 0),
             *(text for reference in REFERENCES for text in ratio(entry["over"][reference])),
+            known(entry.get("idle_wire"), 2),
             *(known(entry[name], 0) for name in ("wire_ms", "codec_ms")),
             *(known(entry[name], 3, 1e6) for name in ("formula_bytes", "counted_bytes", "kernel_bytes")),
         )

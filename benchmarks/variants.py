@@ -1,7 +1,7 @@
 """What can be compared: plain DDP, torch's own communication hooks, every compressor of commopt, and no communication.
 
 A variant is written ``name`` or ``name:option=value,option=value``: ``ddp``, ``nocomm``, ``torch:fp16``, ``int8``,
-``powersgd:rank=4``, ``topk:density=0.01,error_feedback=false``.
+``powersgd:rank=4``, ``topk:density=0.01,error_feedback=false``, ``auto``, ``auto:quality=aggressive``.
 """
 
 import argparse
@@ -24,11 +24,13 @@ import commopt
 from commopt.compressors import RowCompressor
 from commopt.compressors.lowrank import PowerSGD
 from commopt.compressors.sparse import RandomK, Sparse
+from commopt.plan import Plan
 from recipes.gpt.train import parse_option
 
 TIMEOUT = timedelta(seconds=60)  # of a collective: a benchmark that hangs should say so soon
 TORCH_RANK = 4  # of torch's PowerSGD
 WARM_UP = 4  # steps until every variant runs as it will: DDP rebuilds its buckets, torch's PowerSGD starts at the third
+AUTO_WARM_UP = 36  # until a policy has used the plans of the warm-up, then its own, and looked at it once
 
 
 def _torch_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
@@ -66,6 +68,11 @@ class Variant:
     def __repr__(self) -> str:
         return self.spec
 
+    @property
+    def warm_up(self) -> int:
+        """Steps until it runs as it will."""
+        return AUTO_WARM_UP if self.config is not None and self.config.automatic else WARM_UP
+
     @classmethod
     def parse(cls, spec: str) -> "Variant":
         """Raises ``argparse.ArgumentTypeError`` for what does not exist: it is the type of an argument."""
@@ -75,10 +82,11 @@ class Variant:
         if name == "torch":
             raise argparse.ArgumentTypeError(f"unknown hook {spec!r}; valid: {', '.join(_TORCH_HOOKS)}")
         options = dict(parse_option(part) for part in listed.split(",")) if listed else {}
-        feedback = options.pop("error_feedback", None)
+        feedback, quality = options.pop("error_feedback", None), options.pop("quality", "safe")
         try:
-            commopt.compressors.create(name, **options)
-            return cls(spec, commopt.CommOptConfig(name, options, feedback, TIMEOUT.total_seconds()))
+            config = commopt.CommOptConfig(name, options, feedback, TIMEOUT.total_seconds(), quality=quality)
+            Plan.from_config(config)
+            return cls(spec, config)
         except commopt.ConfigError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -88,9 +96,8 @@ class Variant:
         ``bucket_cap_mb`` is DDP's; None is torch's default.
         """
         if (config := self.config) is not None:
-            keywords = {"error_feedback": config.error_feedback, "timeout": config.timeout, **config.options}
             ddp = DDP(model, bucket_cap_mb=bucket_cap_mb)
-            return Wrapped(ddp, commopt.attach(ddp, config.compressor, **keywords))
+            return Wrapped(ddp, commopt.Handle(ddp, config))
         if self.spec in ("ddp", "nocomm"):
             return Wrapped(DDP(model, bucket_cap_mb=bucket_cap_mb), communicates=self.spec == "ddp")
         state = None
@@ -101,8 +108,9 @@ class Variant:
         ddp.register_comm_hook(state, _TORCH_HOOKS[self.spec])
         return Wrapped(ddp)
 
-    def wire_bytes(self, shapes: Iterable[torch.Size], world: int) -> float:
-        """Bytes that a rank sends in one step of float32 gradients, by the formula for this variant's exchange.
+    def wire_bytes(self, shapes: Iterable[torch.Size], world: int) -> float | None:
+        """Bytes that a rank sends in one step of float32 gradients, by the formula for this variant's exchange; None
+        where measurements decide on it.
 
         A ring all-reduce sends 2 (world - 1) / world times the payload, and so do two shots of a payload that does not
         sum. Gathering sends it world - 1 times.
@@ -116,6 +124,8 @@ class Variant:
             return ring * 4 * sum(_factor_elements(shape, TORCH_RANK) for shape in shapes)
 
         assert self.config is not None
+        if self.config.automatic:
+            return None
         compressor = commopt.compressors.create(self.config.compressor, **self.config.options)
         if isinstance(compressor, PowerSGD):
             return ring * 4 * sum(_factor_elements(shape, compressor.rank) for shape in shapes)

@@ -16,6 +16,7 @@ from torch.futures import Future
 from commopt.plan import Plan, TensorClass
 
 ANY: TensorClass = "matrix"  # where classes make no difference
+LANES = 2  # messages under way at a time: one on the wire, one in a codec
 
 
 @dataclass(frozen=True)

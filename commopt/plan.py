@@ -1,8 +1,8 @@
 """What to do, as an immutable value that all ranks agree on. Plans change between two steps, never within one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from commopt.compressors import Compressor, Contraction, RowCompressor, create
 from commopt.compressors.sparse import Sparse
@@ -38,6 +38,8 @@ class Plan:
     @classmethod
     def from_config(cls, config: CommOptConfig) -> "Plan":
         """Raises ``ConfigError`` for an unknown compressor or option, or a value out of range."""
+        if config.automatic:
+            return cls.uncompressed()
         compressor = create(config.compressor, **config.options)
         feedback = compressor.wants_feedback if config.error_feedback is None else config.error_feedback
         return cls(compressor, feedback)
@@ -46,6 +48,29 @@ class Plan:
     def uncompressed(cls) -> "Plan":
         """The plan that compresses nothing."""
         return cls(create("none"), feedback=False)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "compressor": self.compressor.name,
+            "options": dict(vars(self.compressor)),
+            "feedback": self.feedback,
+            "small": self.small and self.small.to_plain(),
+            "embedding": self.embedding and self.embedding.to_plain(),
+            "message_bytes": self.message_bytes,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Plan":
+        """The inverse of `to_plain`."""
+        small, embedding = plain["small"], plain["embedding"]
+        return cls(
+            create(plain["compressor"], **plain["options"]),
+            plain["feedback"],
+            small and cls.from_plain(small),
+            embedding and cls.from_plain(embedding),
+            plain["message_bytes"],
+        )
 
     def of(self, kind: TensorClass) -> "Plan":
         """How tensors of this class travel; all alike in it."""

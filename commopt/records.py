@@ -30,6 +30,7 @@ class StepRecord:
             a sample of coordinates that all ranks share; None within a window.
         sign_agreement: mean over those coordinates of the product of the signs of the two sums; None within a window.
         exchange_seconds: from the first gradient that was ready to the end of the exchange.
+        predicted_seconds: what this step was expected to take; None before anything was predicted.
         residual_ratio: norm of this rank's residuals over that of its contribution to the mean; None within a window.
     """
 
@@ -51,6 +52,7 @@ class StepRecord:
     sign_agreement: float | None = None
     residual_ratio: float | None = None
     exchange_seconds: float = 0.0
+    predicted_seconds: float | None = None
 
     @property
     def usable(self) -> bool:

@@ -93,6 +93,8 @@ class Supervisor:
         self._position = position or 0
         self._take(self.engine.step, self._position)
         handle.judge = self._judge
+        if handle.pilot is not None:
+            handle.pilot.tell = self._told
 
     def observe(self, loss: Tensor | float, samples: float | None = None) -> None:
         """See ``Handle.observe``."""
@@ -156,8 +158,14 @@ class Supervisor:
     def close(self) -> None:
         """Ends the watch; the monitor writes its summary, and the memory of snapshots is free again."""
         self.handle.judge = None
+        if self.handle.pilot is not None:
+            self.handle.pilot.tell = lambda step, reason: None
         self.monitor.close()
         self.ring = None
+
+    def _told(self, step: int, reason: str) -> None:
+        """The plan was changed."""
+        self.monitor.event(Event(step, "note", reason))
 
     def _end_step(self, position: int) -> int:
         record = self.engine.record

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commopt import CommOptConfig, ConfigError, Handle
 from commopt.compressors import available, create
+from commopt.config import Quality
 from commopt.errors import unknown
 from lightning_commopt.supervision import Supervised
 
@@ -26,9 +27,10 @@ class CompressedGradients(Supervised):
     """Mixin before a ``DDPStrategy``: attaches commopt to the model that each ``fit`` wraps, on CPU and on CUDA.
 
     Args:
-        compressor: a registered name, see ``commopt.compressors.available()``.
+        compressor: a registered name, see ``commopt.compressors.available()``, or ``"auto"``, see ``commopt.attach``.
         error_feedback: keep what compression lost for the next step; ``None`` follows the compressor's guarantee.
         checked: compare a checksum of the mean gradient over ranks, see ``commopt.attach``.
+        quality: what ``"auto"`` may choose, see ``commopt.attach``.
         kwargs: options of the compressor (``rank=4``), arguments of ``DDPStrategy`` (``process_group_backend="gloo"``;
             ``timeout`` holds for the compressed exchange too) and of torch's DDP (``find_unused_parameters=True``).
 
@@ -41,13 +43,18 @@ class CompressedGradients(Supervised):
     bucket_cap_mb: ClassVar[float] = 3.0  # where the user gives none: torch's 25 leave the link idle during backward
 
     def __init__(
-        self, compressor: str = "int8", error_feedback: bool | None = None, checked: bool = False, **kwargs: Any
+        self,
+        compressor: str = "auto",
+        error_feedback: bool | None = None,
+        checked: bool = False,
+        quality: Quality = "safe",
+        **kwargs: Any,
     ) -> None:
         base = inspect.signature(super(Supervised, self).__init__).parameters.values()
         valid = {p.name for p in base if p.kind is not p.VAR_KEYWORD}
         valid |= inspect.signature(DistributedDataParallel).parameters.keys() - BY_LIGHTNING
         self.config, arguments = _separate(
-            CommOptConfig(compressor, {}, error_feedback, checked=checked), kwargs, valid
+            CommOptConfig(compressor, {}, error_feedback, checked=checked, quality=quality), kwargs, valid
         )
         super().__init__(**{"bucket_cap_mb": self.bucket_cap_mb, **arguments})
         self._compress = True
@@ -97,7 +104,8 @@ class CompressedGradients(Supervised):
 
 def _separate(config: CommOptConfig, given: dict[str, Any], valid: set[str]) -> tuple[CommOptConfig, dict[str, Any]]:
     """The configuration of the exchange, with what is for it; and the arguments that are Lightning's and torch's."""
-    options = {entry.name for entry in fields(create(config.compressor)) if entry.init}
+    automatic = config.automatic
+    options = set() if automatic else {entry.name for entry in fields(create(config.compressor)) if entry.init}
     for key in given:
         if key in OF_OTHER_HOOKS and given[key] is not None:
             raise ConfigError(
@@ -114,6 +122,7 @@ def _separate(config: CommOptConfig, given: dict[str, Any], valid: set[str]) -> 
     elif not isinstance(timeout, timedelta):
         raise ConfigError(f"timeout must be a datetime.timedelta here, as in DDPStrategy; got {timeout!r}.")
     chosen = {key: value for key, value in given.items() if key in options}
-    create(config.compressor, **chosen)  # for the range of values
+    if not automatic:
+        create(config.compressor, **chosen)  # for the range of values
     config = replace(config, options=chosen, timeout=timeout.total_seconds())
     return config, {key: value for key, value in given.items() if key not in options}

@@ -44,6 +44,18 @@ def share_text(wire: Wire, text: str, device: torch.device, limit: int = 600) ->
     return [line.rstrip(b"\0").decode(errors="replace") for line in lines]
 
 
+def from_rank_zero(wire: Wire, text: str, device: torch.device) -> str:
+    """The text of rank 0, on every rank: the others add zeros to it."""
+    data = text.encode()
+    length = int(wire.all_reduce(torch.tensor([len(data)], device=device)))
+    if length == 0:
+        return ""
+    octets = torch.zeros(length, dtype=torch.uint8, device=device)
+    if data:
+        octets.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return bytes(wire.all_reduce(octets).tolist()).decode()
+
+
 def _gather_bytes(wire: Wire, data: bytes, size: int, device: torch.device) -> list[bytes]:
     mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
     every: Tensor = mine.new_empty(wire.world, size)

@@ -17,9 +17,9 @@ from commopt.transfers import Transfer
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # A long message fills the sender's queue, and behind it wait the acknowledgements of what comes the other way: on a
-# slow link the two directions then take turns. Few and small pieces in flight keep both busy. Larger ones lose that,
-# smaller ones cost more calls than they are worth on a fast link (measured from 100 Mbit/s to loopback, 2 and 4 ranks).
-PIECE = 32_000  # bytes
+# slow link the two directions then take turns. Few and small pieces in flight keep both busy (32 kB at 100 Mbit/s), and
+# cost calls and wake-ups that a fast link feels (128 kB at 1 Gbit/s; on loopback, whole messages).
+PIECE = 32_000  # bytes, before the link is known
 IN_FLIGHT = 4  # pieces each way
 
 
@@ -49,6 +49,7 @@ class Wire:
     bytes_sent: float = 0.0
     seconds: float = 0.0
     waited: float = 0.0  # for a turn, in seconds
+    piece: int = PIECE  # bytes, the same on all ranks
     finished: int = field(default=0, init=False)  # collectives that took place
     _turn: Turn | None = field(default=None, init=False)
     _left: int | None = field(default=None, init=False)  # collectives until the turn ends by itself
@@ -131,7 +132,7 @@ class Wire:
         """Each leg: the rank that a tensor goes to, and the rank that fills another one of the same size."""
         flight: deque[list[dist.Work | None]] = deque()
         for to, send, source, receive in legs:
-            for outgoing, incoming in zip(_pieces(send), _pieces(receive), strict=True):
+            for outgoing, incoming in zip(self._pieces(send), self._pieces(receive), strict=True):
                 flight.append(
                     [
                         dist.isend(outgoing, group=self.group, group_dst=to),
@@ -142,6 +143,9 @@ class Wire:
                     _wait(flight.popleft())
         for pair in flight:
             _wait(pair)
+
+    def _pieces(self, tensor: Tensor) -> list[Tensor]:
+        return list(tensor.view(torch.uint8).split(self.piece))
 
     def _run(self, transfer: Transfer, collective: Callable[[], Any]) -> None:
         start = time.perf_counter()
@@ -160,10 +164,6 @@ class Wire:
             self._left -= 1
             if self._left == 0:
                 self._turn.give()
-
-
-def _pieces(tensor: Tensor) -> list[Tensor]:
-    return list(tensor.view(torch.uint8).split(PIECE))
 
 
 def _wait(pair: "list[dist.Work | None]") -> None:

@@ -23,14 +23,14 @@ from commopt.collectives.agreement import share_text
 from commopt.collectives.rollcall import missing_ranks
 from commopt.collectives.wire import Wire
 from commopt.engine.ballot import Failure, Result, Wish, decode, encode, hash_of
-from commopt.engine.executors import LANES, Turn, make_executor
+from commopt.engine.executors import Turn, make_executor
 from commopt.engine.fidelity import Fidelity
 from commopt.engine.path import Path
 from commopt.engine.state import check_state
 from commopt.engine.step import Stats, Step, kind_of
 from commopt.errors import CommOptWarning, ExchangeError, MismatchError
 from commopt.feedback import Residuals
-from commopt.messages import Arrival, Bucket, Cutter, Message
+from commopt.messages import LANES, Arrival, Bucket, Cutter, Message
 from commopt.plan import Plan, TensorClass
 from commopt.records import StepRecord
 
@@ -49,6 +49,7 @@ class Engine:
         loss_scale: gives the factor that gradients are scaled by, where a gradient scaler is in use.
         checked: compare a checksum of the mean gradient over ranks in every step.
         classes: the class of each parameter, by name; what is not named is a matrix.
+        adaptive: whether the plan follows measurements, so that a state may have been made with another one.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Engine:
         loss_scale: Callable[[], float] | None = None,
         checked: bool = False,
         classes: Mapping[str, TensorClass] | None = None,
+        adaptive: bool = False,
     ) -> None:
         self.wire = Wire(group)  # for what is said between two steps
         self.configured = plan  # what the user or the policy wants
@@ -67,8 +69,11 @@ class Engine:
         self.plan = plan  # what the step under way uses
         self.residuals = Residuals(shapes if plan.keeps_residuals else {}, device)
         self.record: StepRecord | None = None  # of the last finished step
+        self.ready: list[tuple[Bucket, float]] = []  # of that step: seconds from its begin until a bucket was ready
+        self.expected: float | None = None  # seconds that a step was predicted to take
         self.pledge = ""  # what was decided of the last step outside of the vote; ranks compare it in the next one
         self.disabled = False  # whether compression is switched off, the same on all ranks
+        self._adaptive = adaptive
         self._shapes = dict(shapes)
         self._classes = dict(classes or {})
         self._device = device
@@ -79,6 +84,8 @@ class Engine:
         self._loss_scale = loss_scale
         self._wish = Wish.NONE
         self._agreed = plan  # what was planned at the last vote
+        self._last = plan  # what was agreed for the step before
+        self._warmed = plan.compressor  # whose warm starts are kept
         self._owed = False  # whether residuals wait to be delivered
         self._losses: list[Tensor] = []
         self._samples: float | None = None
@@ -88,6 +95,7 @@ class Engine:
         self._stats = Stats()
         self._before = self.stats()
         self._clock = time.perf_counter()
+        self._began = self._executor.mark()
         self._said: set[str] = set()
 
     # The caller's side
@@ -176,6 +184,11 @@ class Engine:
         """
         self._wish = Wish.COMPRESS if compress else Wish.UNCOMPRESSED
 
+    def set_pieces(self, nbytes: int) -> None:
+        """Cuts what goes from peer to peer into pieces of this size, on all ranks alike; between two steps."""
+        for wire in (self.wire, *(lane.wire for lane in self._path.lanes)):
+            wire.piece = nbytes
+
     def configure(self, plan: Plan) -> None:
         """Changes what is wanted, from the step on whose predecessor's vote has found that all ranks want the same."""
         self.configured = plan
@@ -211,6 +224,7 @@ class Engine:
     def restart_clock(self) -> None:
         """The time since the last step is not a part of the next one: a validation, a checkpoint."""
         self._clock = time.perf_counter()
+        self._began = self._executor.mark()
 
     def say_once(self, message: str, kind: str = "") -> None:
         """Warns, the first time that something of this kind is said."""
@@ -255,7 +269,10 @@ class Engine:
         loaded = check_state(state, [state] if parts is None else parts, self._shapes)
         self.settle()
         owed = state["owed"]
-        if state["plan"] != repr(self.configured):
+        if state["plan"] != repr(self.configured) and self._adaptive:
+            loaded.warm.clear()
+            self._last = Plan.uncompressed()  # so that the next step delivers what the other plan kept
+        elif state["plan"] != repr(self.configured):
             keeps = self.configured.keeps_residuals
             kept = "kept" if keeps else "dropped, for nothing would deliver them"
             self.say_once(
@@ -286,8 +303,14 @@ class Engine:
     def _begin_step(self) -> None:
         self.settle()
         plan = Plan.uncompressed() if self.disabled else self._agreed
+        changed, self._last = plan != self._last, plan
         if plan.lossless:  # the first such step delivers what residuals hold
             plan = plan.each(lambda part: dataclasses.replace(part, feedback=self._owed))
+        elif changed and self._owed:  # and what keeps none delivers them as well as it can
+            plan = plan.each(lambda part: dataclasses.replace(part, feedback=True))
+        if not plan.lossless and plan.compressor != self._warmed:
+            self._warmed = plan.compressor
+            self._path.warm.clear()
         if plan != self.plan:
             self._fidelity.reset()
         self.plan = plan
@@ -304,6 +327,8 @@ class Engine:
         now, totals, before = time.perf_counter(), self.stats(), self._before
         seconds, self._clock, self._before = now - self._clock, now, totals
         samples, self._samples = self._samples, None
+        began, self._began = self._began, self._executor.mark()
+        self.ready = [(arrival.bucket, self._executor.seconds(began, mark)) for arrival, mark in step.arrivals]
         return StepRecord(
             step=step.number,
             plan=self.plan.compressor.name,
@@ -323,6 +348,7 @@ class Engine:
             cosine=step.fidelity[0] if step.fidelity else None,
             sign_agreement=step.fidelity[1] if step.fidelity else None,
             residual_ratio=step.residual_ratio(),
+            predicted_seconds=self.expected,
         )
 
     def _lost(self, message: Message, error: Exception) -> ExchangeError:
@@ -367,8 +393,9 @@ class Engine:
 
     def _end(self, step: Step, wire: Wire) -> None:
         self._vote(step, wire)
-        step.span = self._executor.seconds_since(step.arrivals[0][1])
-        step.exposed = self._executor.seconds_since(step.arrivals[-1][1])
+        now, seconds = self._executor.mark(), self._executor.seconds
+        step.span = seconds(step.arrivals[0][1], now)
+        step.exposed = seconds(step.arrivals[-1][1], now)
 
     def _vote(self, step: Step, wire: Wire) -> None:
         """The last word of a step; what is decided here holds on all ranks from the next step on."""

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from commopt.collectives.wire import WireError
-
-LANES = 2  # one message on the wire, one in a codec
+from commopt.messages import LANES
 
 
 class Turn(Protocol):
@@ -52,8 +51,8 @@ class Executor(Protocol):
     def mark(self) -> Any:
         """This moment, as the device sees it."""
 
-    def seconds_since(self, mark: Any) -> float:
-        """Called in a job: what went by since a mark that the submitter took."""
+    def seconds(self, start: Any, end: Any) -> float:
+        """From one mark to another, when all that was before them is done."""
 
     def abandon(self) -> None:
         """No job may use the wire any more."""
@@ -139,8 +138,8 @@ class ThreadExecutor:
     def mark(self) -> float:
         return time.perf_counter()
 
-    def seconds_since(self, mark: float) -> float:
-        return time.perf_counter() - mark
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
 
     def abandon(self) -> None:
         self._progress.abandoned = True
@@ -196,10 +195,9 @@ class StreamExecutor:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def seconds_since(self, mark: torch.cuda.Event) -> float:
-        now = self.mark()
-        now.synchronize()  # the vote, which read its result, has waited for all but this event
-        return float(mark.elapsed_time(now)) / 1e3
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()  # the vote, which read its result, has waited for all but this event
+        return float(start.elapsed_time(end)) / 1e3
 
     def abandon(self) -> None:
         pass

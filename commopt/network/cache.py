@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from commopt.collectives.agreement import from_rank_zero
 from commopt.collectives.wire import Wire
 from commopt.errors import CommOptWarning, ConfigError
 from commopt.network import probe as probing
@@ -39,7 +40,7 @@ def network_of(wire: Wire, device: torch.device, budget: float = 2.0) -> Network
         return probing.probe(wire, device, budget)
     identities = probing.identify(wire, device)
     path = _path(identities, wire)
-    network = _parse(_from_rank_zero(wire, _read(path) if wire.rank == 0 else "", device))
+    network = _parse(from_rank_zero(wire, _read(path) if wire.rank == 0 else "", device))
     if network and network.hosts == probing.number_hosts(identities) and still_true(network, wire, device):
         return network
     network = probing.probe(wire, device, budget)
@@ -51,6 +52,7 @@ def network_of(wire: Wire, device: torch.device, budget: float = 2.0) -> Network
 def still_true(network: Network, wire: Wire, device: torch.device) -> bool:
     """Whether a gather takes what ``network`` says, at the smallest size and at one that takes a while."""
     probing.drain(wire, device)
+    wire.piece = network.piece
     kept = network.collectives["all_gather"]
     smallest, size = kept.points[0][0], kept.points[-1][0]
     while kept.seconds(size) > QUICK and size > smallest:
@@ -110,18 +112,6 @@ def _parse(text: str) -> Network | None:
         return Network.from_plain(json.loads(text)) if text else None
     except ConfigError:  # of a rank 0 with another version of commopt
         return None
-
-
-def _from_rank_zero(wire: Wire, text: str, device: torch.device) -> str:
-    """The text of rank 0, on every rank: the others add zeros to it."""
-    data = text.encode()
-    length = int(wire.all_reduce(torch.tensor([len(data)], device=device)))
-    if length == 0:
-        return ""
-    octets = torch.zeros(length, dtype=torch.uint8, device=device)
-    if data:
-        octets.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return bytes(wire.all_reduce(octets).tolist()).decode()
 
 
 def _warn(message: str) -> None:

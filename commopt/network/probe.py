@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt.collectives.agreement import share_text
-from commopt.collectives.wire import Wire, WireError
+from commopt.collectives.wire import PIECE, Wire, WireError
 from commopt.network.curve import Curve
 from commopt.network.table import COLLECTIVES, Link, Network
 
@@ -37,6 +37,8 @@ FIT = 0.5  # of that time, for the largest size
 LATE = 1.5  # of that time, after which no larger size is tried: a busy machine takes its own
 HOSTS = 8  # links are measured between at most so many hosts, evenly spread over all
 PINGS = 16
+LOOKS, LOOK = 4, 0.02  # how often the size of pieces is fitted, and seconds for each
+PIECE_SECONDS = 1e-3  # that a piece takes on the wire
 POINTS = 1 + int(math.log2(LAST // FIRST))  # most sizes of a curve
 
 
@@ -64,8 +66,9 @@ def probe(wire: Wire, device: torch.device, budget: float = 2.0) -> Network:
     with _during("the list of hosts"):
         hosts = number_hosts(identify(wire, device))
     if wire.world == 1:
-        return Network(hosts, {}, {}, 0.0)
+        return Network(hosts, {}, {}, 0.0, PIECE)
     drain(wire, device)
+    wire.piece = _fit_pieces(wire, device)
     collectives, used = {}, []
     for op in COLLECTIVES:
         with _during(op):
@@ -76,7 +79,7 @@ def probe(wire: Wire, device: torch.device, budget: float = 2.0) -> Network:
     with _during("the use of the CPU"):
         cpu_share = agree(wire, device)(statistics.fmean(used))
     links = _links(wire, hosts, device, budget * LINKS, collectives["all_gather"])
-    return Network(hosts, links, collectives, cpu_share)
+    return Network(hosts, links, collectives, cpu_share, wire.piece)
 
 
 def identify(wire: Wire, device: torch.device) -> list[str]:
@@ -102,6 +105,20 @@ def drain(wire: Wire, device: torch.device) -> None:
     """Sends what the network lets through unshaped after a silence."""
     with _during("the first messages"):
         collective(wire, "all_gather", BURST // (wire.world - 1), device)()
+
+
+def _fit_pieces(wire: Wire, device: torch.device) -> int:
+    """Bytes that the link sends in a millisecond: pieces of that size keep both directions busy on a slow link, and
+    cost little on a fast one. Larger pieces show a faster link, hence several looks."""
+    wire.piece, size = PIECE, BURST
+    for _ in range(LOOKS):
+        with _during("all_gather"):
+            seconds = sample(collective(wire, "all_gather", size, device), agree(wire, device), LOOK).seconds
+        fitting = min(int(size * (wire.world - 1) / seconds * PIECE_SECONDS), LAST)
+        if fitting < 2 * wire.piece:
+            break
+        wire.piece, size = fitting, max(size, fitting)
+    return wire.piece
 
 
 def collective(wire: Wire, op: str, size: int, device: torch.device) -> Once:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from commopt.errors import ConfigError
@@ -40,12 +40,14 @@ class Network:
         collectives: for each of `COLLECTIVES`, bytes that one rank hands over (``Transfer.numel * itemsize``) ->
             seconds of the slowest rank, in collectives that follow each other without a pause. Empty for a single rank.
         cpu_share: CPU seconds of the slowest rank in a second of large collectives: on loopback, cores are the wire.
+        piece: bytes that messages from peer to peer were cut into.
     """
 
     hosts: tuple[int, ...]
     links: Mapping[tuple[int, int], Link]
     collectives: Mapping[str, Curve]
     cpu_share: float
+    piece: int
 
     @property
     def slowest(self) -> Link | None:
@@ -63,6 +65,7 @@ class Network:
             "links": links,
             "collectives": {name: curve.to_plain() for name, curve in self.collectives.items()},
             "cpu_share": self.cpu_share,
+            "piece": self.piece,
         }
 
     @classmethod
@@ -78,6 +81,7 @@ class Network:
             }
             collectives = {str(name): Curve.from_plain(curve) for name, curve in plain["collectives"].items()}
             cpu_share = number(plain["cpu_share"])
+            piece = int(number(plain["piece"]))
         except (TypeError, LookupError, AttributeError) as error:
             raise ConfigError(f"these plain values are no network: {type(error).__name__}: {error}.") from error
         known = {host for pair in links for host in pair} <= set(hosts)
@@ -87,7 +91,13 @@ class Network:
             raise ConfigError("these plain values are no network: hosts, links and collectives do not belong together.")
         if not all(0 <= value < math.inf for value in numbers):
             raise ConfigError("these plain values are no network: a latency or a share of CPU is out of range.")
-        return cls(hosts, links, collectives, cpu_share)
+        if piece < 1:
+            raise ConfigError("these plain values are no network: pieces have at least one byte.")
+        return cls(hosts, links, collectives, cpu_share, piece)
+
+    def scaled(self, factor: float) -> "Network":
+        """Where everything takes ``factor`` times as long."""
+        return replace(self, collectives={op: curve.scaled(factor) for op, curve in self.collectives.items()})
 
 
 def _host(value: Any) -> int:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from commopt.collectives.wire import WireError
-from commopt.engine.executors import LANES, ThreadExecutor, Turn, make_executor
+from commopt.engine.executors import ThreadExecutor, Turn, make_executor
+from commopt.messages import LANES
 
 JOBS = 6
 

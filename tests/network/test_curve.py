@@ -108,12 +108,13 @@ NETWORK = Network(
     {(0, 1): Link(0.001, FAST), (0, 2): Link(0.002, CURVE)},
     {"all_reduce": CURVE, "all_gather": CURVE, "all_to_all": FAST},
     0.25,
+    65536,
 )
 
 
 def test_a_network_survives_plain_values() -> None:
     assert Network.from_plain(json.loads(json.dumps(NETWORK.to_plain()))) == NETWORK
-    alone = Network((0,), {}, {}, 0.0)
+    alone = Network((0,), {}, {}, 0.0, 1)
     assert Network.from_plain(alone.to_plain()) == alone
 
 
@@ -121,7 +122,7 @@ def test_the_slowest_link() -> None:
     slowest = NETWORK.slowest
     assert slowest is NETWORK.links[0, 2]
     assert slowest.bandwidth == pytest.approx(4000 / 0.002)
-    assert Network((0,), {}, {}, 0.0).slowest is None
+    assert Network((0,), {}, {}, 0.0, 1).slowest is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commopt.collectives.wire import Wire, WireError
+from commopt.collectives.wire import PIECE, Wire, WireError
 from commopt.compressors import available as known
 from commopt.compressors import create
 from commopt.errors import LabError
@@ -68,7 +68,7 @@ def alone(rank: int, world: int) -> Network:
 
 
 def test_one_rank_has_no_network(workers: Workers) -> None:
-    assert workers.run(alone, 1) == [Network((0,), {}, {}, 0.0)]
+    assert workers.run(alone, 1) == [Network((0,), {}, {}, 0.0, PIECE)]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9, 100])

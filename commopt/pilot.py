@@ -1,0 +1,248 @@
+"""Measures, decides and follows: which plan the exchange uses while training goes on.
+
+    probe, codecs -> cost model --choose--> plan --engine--> measured steps -> how fast the link is now -> choose ...
+
+Rank 0 decides and tells the others, in the same step on all ranks: its arithmetic need not be repeated bit for bit.
+"""
+
+import json
+import logging
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commopt.collectives.agreement import from_rank_zero
+from commopt.config import Quality
+from commopt.engine import Engine
+from commopt.messages import Bucket
+from commopt.network.cache import network_of
+from commopt.network.machine import Machine, measure_codecs
+from commopt.network.table import Network
+from commopt.plan import Plan, TensorClass
+from commopt.policy.choice import Choice, allowed, choose, cold_start, describe
+from commopt.policy.cost import Ready, Workload, predict
+from commopt.policy.steadiness import Steadiness
+from commopt.records import StepRecord
+
+FIRST = 4  # steps until the first decision: DDP has found its buckets after two
+EVERY = 10  # steps between two looks
+WARM_UP = 20  # steps, in which only gentle plans are used
+MATTERS = 0.05  # of a step: where less of it is exposed communication, there is nothing to gain
+LIMIT = 0.02  # seconds, in which all gradients travel: nothing is measured before training shows that it matters
+MOVED = 1.25  # a factor, by which the link has to be faster or slower than it was thought to be
+logger = logging.getLogger("commopt")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One step, as this rank saw it: seconds from its begin until each bucket was ready, and after the exchange."""
+
+    ready: tuple[float, ...]
+    tail: float
+    exchange: float
+    wire: float
+    codec: float
+
+
+class Pilot:
+    """Chooses the plan of an engine. Call everything on all ranks.
+
+    Args:
+        engine: whose plan it chooses.
+        device: where gradients are.
+        quality: what the plan may cost in accuracy.
+        shapes: of each parameter, by name, in the order of registration.
+        dtypes: of their gradients.
+        classes: the class of each parameter, by name.
+        fly: False: measures and says what it would do, and does nothing.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        device: torch.device,
+        quality: Quality,
+        shapes: Mapping[str, torch.Size],
+        dtypes: Mapping[str, torch.dtype],
+        classes: Mapping[str, TensorClass],
+        fly: bool = True,
+    ) -> None:
+        self.network: Network | None = None  # as probed
+        self.machine: Machine | None = None
+        self.choice: Choice | None = None  # the last one; on rank 0
+        self.explanation = "no decision yet: the first steps are measured."
+        self.tell: Callable[[int, str], None] = lambda step, reason: None
+        self.factor = 1.0  # that the network takes longer now than when it was probed
+        self._engine = engine
+        self._device = device
+        self._quality: Quality = quality
+        self._classes = dict(classes)
+        self._fly = fly
+        self._steadiness = Steadiness()
+        self._steps = 0
+        self._seen: deque[Seen] = deque(maxlen=EVERY)
+        self._buckets: list[Bucket] = []
+        self._begin(shapes, dtypes)
+
+    def end_step(self, record: StepRecord, rate: float | None) -> None:
+        """After each exchange; ``rate`` is the learning rate, None where nobody knows it.
+
+        Raises:
+            WireError: a peer ended or stalled.
+        """
+        self._steadiness.add(record.gradient_norm, rate)
+        self._steps += 1
+        self._remember(record)
+        if self._engine.wire.world > 1 and self._steps >= FIRST and (self._steps - FIRST) % EVERY == 0:
+            self._look(record)
+
+    def workload(self) -> Workload | None:
+        """What training does between exchanges, by the steps since the last look; None before any was seen."""
+        return self._workload(self._shared()) if self._seen else None
+
+    def _begin(self, shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]) -> None:
+        """The plan of the first steps."""
+        engine = self._engine
+        if engine.wire.world == 1 or not shapes:
+            return
+        nbytes = sum(shape.numel() * dtypes[name].itemsize for name, shape in shapes.items())
+        if self._fly and self._glance(nbytes) < LIMIT:
+            return
+        network, machine = self._measure()
+        kinds = dict.fromkeys(dtypes.values())
+        parts = [tuple(name for name in shapes if dtypes[name] is kind) for kind in kinds]
+        ready = tuple(
+            Ready(0.0, names, tuple(shapes[name] for name in names), kind)
+            for names, kind in zip(parts, kinds, strict=True)
+        )
+        workload = Workload(ready, 0.0, self._classes)
+        plan = cold_start(allowed(self._quality, gentle=True), workload, network, machine)
+        self._change(plan, f"first steps, of what the network alone lets expect: {describe(plan)}", None)
+
+    def _glance(self, nbytes: int) -> float:
+        """About how long so many bytes take to be summed."""
+        wire, piece = self._engine.wire, torch.zeros(1 << 16, device=self._device)
+        seconds = []
+        for _ in range(3):
+            before = wire.seconds
+            wire.all_reduce(piece)
+            seconds.append(wire.seconds - before)
+        took = torch.tensor([min(seconds)], dtype=torch.float64, device=self._device)
+        return float(wire.all_reduce(took, dist.ReduceOp.MAX)) * nbytes / piece.nbytes
+
+    def _measure(self) -> tuple[Network, Machine]:
+        if self.network is None or self.machine is None:
+            wire = self._engine.wire
+            self.network = network_of(wire, self._device)
+            self._engine.set_pieces(self.network.piece)
+            compressors = (Plan.uncompressed().compressor, *allowed(self._quality))
+            self.machine = measure_codecs(compressors, self._device, wire)
+            self._engine.restart_clock()
+        return self.network, self.machine
+
+    def _remember(self, record: StepRecord) -> None:
+        ready = self._engine.ready
+        buckets = [bucket for bucket, _ in ready]
+        if [bucket.names for bucket in buckets] != [bucket.names for bucket in self._buckets]:
+            self._seen.clear()
+        self._buckets = buckets
+        tail = record.step_seconds - ready[-1][1] - record.exposed_seconds
+        times = tuple(seconds for _, seconds in ready)
+        self._seen.append(
+            Seen(times, max(tail, 0.0), record.exchange_seconds, record.wire_seconds, record.codec_seconds)
+        )
+
+    def _shared(self) -> tuple[list[float], float, float, float, float]:
+        """Medians over the steps since the last look, of the slowest rank; the wire's of the one that waited least."""
+        columns = zip(*(seen.ready for seen in self._seen), strict=True)
+        ready = [statistics.median(column) for column in columns]
+        rest = [statistics.median(getattr(seen, key) for seen in self._seen) for key in ("tail", "exchange", "codec")]
+        wire = -statistics.median(seen.wire for seen in self._seen)
+        mine = torch.tensor([*ready, *rest, wire], dtype=torch.float64, device=self._device)
+        *ready, tail, exchange, codec, wire = self._engine.wire.all_reduce(mine, dist.ReduceOp.MAX).tolist()
+        return ready, tail, exchange, codec, -wire
+
+    def _workload(self, shared: tuple[list[float], float, float, float, float]) -> Workload:
+        """What was seen, without what the exchange took from it."""
+        ready, tail, exchange, codec, wire = shared
+        steal = self.machine.steal if self.machine else 0.0
+        cpu_share = self.network.cpu_share if self.network else 0.0
+        first, span = ready[0], ready[-1] - ready[0]
+        busy = (codec + cpu_share * wire) * min(1.0, span / exchange if exchange else 1.0)
+        undisturbed = max(span - busy * steal / (1 + steal), span / 2)
+        stretch = undisturbed / span if span else 1.0
+        parts = tuple(
+            Ready(
+                first + (seconds - first) * stretch,
+                tuple(bucket.names),
+                tuple(gradient.shape for gradient in bucket.gradients),
+                bucket.buffer.dtype,
+            )
+            for bucket, seconds in zip(self._buckets, ready, strict=True)
+            if bucket.compressible
+        )
+        return Workload(parts, tail, self._classes)
+
+    def _look(self, record: StepRecord) -> None:
+        engine = self._engine
+        if not self._seen or any(not bucket.compressible for bucket in self._buckets):
+            return
+        shared = self._shared()
+        share = 1 - (shared[0][-1] + shared[1]) / max(sum((shared[0][-1], shared[1], record.exposed_seconds)), 1e-9)
+        worst = torch.tensor([share], dtype=torch.float64, device=self._device)
+        share = float(engine.wire.all_reduce(worst, dist.ReduceOp.MAX))
+        if self.network is None and self._fly and share < MATTERS:
+            self._explain(f"do nothing: {share:.0%} of a step is exposed communication")
+            return
+        network, machine = self._measure()
+        text = self._decide(shared, network, machine) if engine.wire.rank == 0 else ""
+        told: dict[str, Any] = json.loads(from_rank_zero(engine.wire, text, self._device))
+        self.factor = told["factor"]
+        self._change(Plan.from_plain(told["plan"]), told["reason"], told["expected"])
+        self._seen.clear()
+
+    def _decide(
+        self, shared: tuple[list[float], float, float, float, float], network: Network, machine: Machine
+    ) -> str:
+        """On rank 0: what all are told."""
+        engine, workload = self._engine, self._workload(shared)
+        current, reason = engine.configured, ""
+        if engine.plan == current and shared[-1] > 0:
+            moved = shared[-1] / max(predict(current, workload, network, machine).wire, 1e-9) / self.factor
+            if not 1 / MOVED < moved < MOVED:
+                self.factor *= moved
+                reason = f" (the link takes {self.factor:.2f} times what was probed)"
+        gentle = self._steps < WARM_UP or self._steadiness.changing
+        if gentle and self._quality != "lossless":
+            why = "warm-up" if self._steps < WARM_UP else "the gradient changes fast"
+            reason += f" (gentle plans only: {why})"
+        network = network.scaled(self.factor)
+        self.choice = choose(current, allowed(self._quality, gentle), workload, network, machine)
+        plan = self.choice.best.plan
+        return json.dumps(
+            {
+                "plan": plan.to_plain(),
+                "reason": self.choice.reason + reason,
+                "expected": self.choice.best.step,
+                "factor": self.factor,
+            }
+        )
+
+    def _change(self, plan: Plan, reason: str, expected: float | None) -> None:
+        engine = self._engine
+        self._explain(reason)
+        if not self._fly:
+            return
+        engine.expected = expected
+        if plan != engine.configured:
+            engine.configure(plan)
+            logger.info("step %d: %s", engine.step, reason)
+            self.tell(engine.step, reason)
+
+    def _explain(self, reason: str) -> None:
+        self.explanation = reason

@@ -1,0 +1,128 @@
+"""Which plan: the fastest that the quality allows, and why."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from commopt.compressors import Compressor, create
+from commopt.config import Quality
+from commopt.network.machine import Machine
+from commopt.network.table import Network
+from commopt.plan import Plan
+from commopt.policy.cost import Prediction, Workload, predict
+
+WORTH = 0.05  # of a step that another plan has to save: a change is not free, and a prediction not exact
+LEAST = 0.02  # of a step that another size of messages has to save
+MESSAGES = (1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes; the largest bounds the memory
+REFINED = 3  # compressors whose messages are looked at more closely
+
+GENTLE: tuple[Compressor, ...] = (create("bf16"), create("int8"))  # at any time of a training
+SAFE: tuple[Compressor, ...] = (create("fp8"), create("int4"), create("int3"))  # within 0.5 % in benchmarks/parity.py
+AGGRESSIVE: tuple[Compressor, ...] = (
+    create("int2"),
+    create("onebit"),
+    *(create("powersgd", rank=rank) for rank in (1, 2, 4, 8)),
+    *(create("topk", density=density) for density in (0.01, 0.001)),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and the reason in words.
+
+    Args:
+        best: of the plan that was chosen.
+        current: of the plan in use.
+        uncompressed: of no compression.
+        looked_at: of each compressor that the quality allows, the fastest first.
+        reason: with the figures that led to it.
+    """
+
+    best: Prediction
+    current: Prediction
+    uncompressed: Prediction
+    looked_at: tuple[Prediction, ...]
+    reason: str
+
+
+def allowed(quality: Quality, gentle: bool = False) -> tuple[Compressor, ...]:
+    """The compressors to choose from; ``gentle`` while the gradient changes fast."""
+    return {
+        "lossless": (),
+        "safe": GENTLE if gentle else GENTLE + SAFE,
+        "aggressive": GENTLE if gentle else GENTLE + SAFE + AGGRESSIVE,
+    }[quality]
+
+
+def choose(
+    current: Plan,
+    compressors: Iterable[Compressor],
+    workload: Workload,
+    network: Network,
+    machine: Machine,
+) -> Choice:
+    """The fastest plan of ``compressors`` and no compression; ``current`` where it is allowed and nearly as fast."""
+
+    def cost(plan: Plan) -> Prediction:
+        return predict(plan, workload, network, machine)
+
+    plans = [Plan.uncompressed(), *(_plan(compressor) for compressor in compressors)]
+    firsts = sorted((_fused(plan, cost, MESSAGES[:1]) for plan in plans), key=lambda seen: seen.step)
+    refined = [_fused(seen.plan, cost, MESSAGES[1:], seen) for seen in firsts[:REFINED]]
+    looked_at = sorted([*refined, *firsts[REFINED:]], key=lambda seen: seen.step)
+    now, plain = cost(current), cost(Plan.uncompressed())
+    best = looked_at[0]
+    permitted = {plan.compressor for plan in plans}
+    if plain.step <= (1 + WORTH) * best.step:
+        best = plain
+    elif current.compressor in permitted and now.step <= (1 + WORTH) * best.step:
+        best = now
+    return Choice(best, now, plain, tuple(looked_at), _reason(best, plain, looked_at, workload))
+
+
+def cold_start(compressors: Iterable[Compressor], workload: Workload, network: Network, machine: Machine) -> Plan:
+    """The plan of the first steps, before backward was timed: as if nothing could hide behind it."""
+    return choose(Plan.uncompressed(), compressors, workload, network, machine).best.plan
+
+
+def _plan(compressor: Compressor) -> Plan:
+    """Vectors and small tensors are few bytes and would be padding for the most part: they travel whole."""
+    return Plan(compressor, compressor.wants_feedback, small=Plan.uncompressed())
+
+
+def _fused(
+    plan: Plan, cost: Callable[[Plan], Prediction], sizes: Iterable[int], known: Prediction | None = None
+) -> Prediction:
+    """With the message size that is fastest; a bucket as it is, where that is not much slower."""
+    seen = [cost(replace(plan, message_bytes=size)) for size in sizes]
+    whole = known or cost(replace(plan, message_bytes=None))
+    best = min([whole, *seen], key=lambda each: each.step)
+    return best if best.step < (1 - LEAST) * whole.step else whole
+
+
+def _reason(best: Prediction, plain: Prediction, looked_at: Iterable[Prediction], workload: Workload) -> str:
+    share = plain.exposed / plain.step if plain.step else 0.0
+    without = f"uncompressed {_ms(plain.step)} a step, {share:.0%} of it exposed communication"
+    others = [seen for seen in looked_at if seen.plan.compressor not in (best.plan.compressor, plain.plan.compressor)]
+    next_best = f"; next {describe(others[0].plan)} at {_ms(others[0].step)}" if others else ""
+    if best.plan.compressor == plain.plan.compressor:
+        gain = max(0.0, 1 - min([plain.step, *(seen.step for seen in others)]) / plain.step) if plain.step else 0.0
+        return f"do nothing: {without}; the best that is allowed would save {gain:.0%}{next_best}"
+    return f"{describe(best.plan)}: {_ms(best.step)} a step predicted, {without}{next_best}"
+
+
+def describe(plan: Plan) -> str:
+    """A plan in a few words.
+
+    >>> describe(Plan(create("powersgd", rank=2), True, message_bytes=1 << 20))
+    'powersgd(rank=2) in messages of 1.0 MiB'
+    """
+    compressor = plan.compressor
+    usual = vars(create(compressor.name))
+    options = {name: value for name, value in vars(compressor).items() if value != usual[name]}
+    listed = f"({', '.join(f'{name}={value}' for name, value in options.items())})" if options else ""
+    size = f" in messages of {plan.message_bytes / 2**20:.1f} MiB" if plan.message_bytes else ""
+    return f"{compressor.name}{listed}{size}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms"
