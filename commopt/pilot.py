@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commopt.collectives.agreement import from_rank_zero
+from commopt.compressors import Compressor
 from commopt.config import Quality
 from commopt.engine import Engine
 from commopt.messages import Bucket
@@ -34,7 +35,7 @@ EVERY = 10  # steps between two looks
 WARM_UP = 20  # steps, in which only gentle plans are used
 MATTERS = 0.05  # of a step: where less of it is exposed communication, there is nothing to gain
 LIMIT = 0.02  # seconds, in which all gradients travel: nothing is measured before training shows that it matters
-MOVED = 1.25  # a factor, by which the link has to be faster or slower than it was thought to be
+MOVED = 1.5  # a factor, by which the link has to be faster or slower than it was thought to be, at two looks in a row
 logger = logging.getLogger("commopt")
 
 
@@ -47,6 +48,7 @@ class Seen:
     exchange: float
     wire: float
     codec: float
+    step: float
 
 
 class Pilot:
@@ -87,6 +89,9 @@ class Pilot:
         self._steps = 0
         self._seen: deque[Seen] = deque(maxlen=EVERY)
         self._buckets: list[Bucket] = []
+        self._usual: dict[Plan, float] = {}  # of rank 0: seconds on the wire over those predicted, when a plan was new
+        self._moved = False  # whether the link seemed to be another one at the last look
+        self._experience: dict[Compressor, float] = {}  # of rank 0: seconds of a step over those predicted
         self._begin(shapes, dtypes)
 
     def end_step(self, record: StepRecord, rate: float | None) -> None:
@@ -153,27 +158,27 @@ class Pilot:
         self._buckets = buckets
         tail = record.step_seconds - ready[-1][1] - record.exposed_seconds
         times = tuple(seconds for _, seconds in ready)
-        self._seen.append(
-            Seen(times, max(tail, 0.0), record.exchange_seconds, record.wire_seconds, record.codec_seconds)
-        )
+        seconds = record.exchange_seconds, record.wire_seconds, record.codec_seconds, record.step_seconds
+        self._seen.append(Seen(times, max(tail, 0.0), *seconds))
 
-    def _shared(self) -> tuple[list[float], float, float, float, float]:
+    def _shared(self) -> Seen:
         """Medians over the steps since the last look, of the slowest rank; the wire's of the one that waited least."""
         columns = zip(*(seen.ready for seen in self._seen), strict=True)
         ready = [statistics.median(column) for column in columns]
-        rest = [statistics.median(getattr(seen, key) for seen in self._seen) for key in ("tail", "exchange", "codec")]
+        keys = ("tail", "exchange", "codec", "step")
+        rest = [statistics.median(getattr(seen, key) for seen in self._seen) for key in keys]
         wire = -statistics.median(seen.wire for seen in self._seen)
         mine = torch.tensor([*ready, *rest, wire], dtype=torch.float64, device=self._device)
-        *ready, tail, exchange, codec, wire = self._engine.wire.all_reduce(mine, dist.ReduceOp.MAX).tolist()
-        return ready, tail, exchange, codec, -wire
+        *ready, tail, exchange, codec, step, wire = self._engine.wire.all_reduce(mine, dist.ReduceOp.MAX).tolist()
+        return Seen(tuple(ready), tail, exchange, -wire, codec, step)
 
-    def _workload(self, shared: tuple[list[float], float, float, float, float]) -> Workload:
+    def _workload(self, seen: Seen) -> Workload:
         """What was seen, without what the exchange took from it."""
-        ready, tail, exchange, codec, wire = shared
+        ready = seen.ready
         steal = self.machine.steal if self.machine else 0.0
         cpu_share = self.network.cpu_share if self.network else 0.0
         first, span = ready[0], ready[-1] - ready[0]
-        busy = (codec + cpu_share * wire) * min(1.0, span / exchange if exchange else 1.0)
+        busy = (seen.codec + cpu_share * seen.wire) * min(1.0, span / seen.exchange if seen.exchange else 1.0)
         undisturbed = max(span - busy * steal / (1 + steal), span / 2)
         stretch = undisturbed / span if span else 1.0
         parts = tuple(
@@ -186,43 +191,47 @@ class Pilot:
             for bucket, seconds in zip(self._buckets, ready, strict=True)
             if bucket.compressible
         )
-        return Workload(parts, tail, self._classes)
+        return Workload(parts, seen.tail, self._classes)
 
     def _look(self, record: StepRecord) -> None:
         engine = self._engine
         if not self._seen or any(not bucket.compressible for bucket in self._buckets):
             return
-        shared = self._shared()
-        share = 1 - (shared[0][-1] + shared[1]) / max(sum((shared[0][-1], shared[1], record.exposed_seconds)), 1e-9)
-        worst = torch.tensor([share], dtype=torch.float64, device=self._device)
-        share = float(engine.wire.all_reduce(worst, dist.ReduceOp.MAX))
+        seen = self._shared()
+        share = max(1 - (seen.ready[-1] + seen.tail) / seen.step, 0.0)
         if self.network is None and self._fly and share < MATTERS:
             self._explain(f"do nothing: {share:.0%} of a step is exposed communication")
             return
         network, machine = self._measure()
-        text = self._decide(shared, network, machine) if engine.wire.rank == 0 else ""
+        text = self._decide(seen, network, machine) if engine.wire.rank == 0 else ""
         told: dict[str, Any] = json.loads(from_rank_zero(engine.wire, text, self._device))
         self.factor = told["factor"]
         self._change(Plan.from_plain(told["plan"]), told["reason"], told["expected"])
         self._seen.clear()
 
-    def _decide(
-        self, shared: tuple[list[float], float, float, float, float], network: Network, machine: Machine
-    ) -> str:
+    def _decide(self, seen: Seen, network: Network, machine: Machine) -> str:
         """On rank 0: what all are told."""
-        engine, workload = self._engine, self._workload(shared)
+        engine, workload = self._engine, self._workload(seen)
         current, reason = engine.configured, ""
-        if engine.plan == current and shared[-1] > 0:
-            moved = shared[-1] / max(predict(current, workload, network, machine).wire, 1e-9) / self.factor
-            if not 1 / MOVED < moved < MOVED:
-                self.factor *= moved
-                reason = f" (the link takes {self.factor:.2f} times what was probed)"
+        if engine.plan == current and seen.wire > 0:
+            # Beside backward a collective takes longer than in the probe, by a factor that each plan has of its own.
+            expected = predict(current, workload, network, machine)
+            now = seen.wire / max(expected.wire, 1e-9)
+            factor = now / self._usual.setdefault(current, now / self.factor)
+            moved = not 1 / MOVED < factor / self.factor < MOVED
+            if moved and self._moved:
+                self.factor = factor
+                reason = f" (the link takes {factor:.2f} times what it took at first)"
+            self._moved = moved and not reason
+            expected = predict(current, workload, network.scaled(self.factor), machine)
+            self._experience[current.compressor] = seen.step / expected.step
         gentle = self._steps < WARM_UP or self._steadiness.changing
         if gentle and self._quality != "lossless":
             why = "warm-up" if self._steps < WARM_UP else "the gradient changes fast"
             reason += f" (gentle plans only: {why})"
         network = network.scaled(self.factor)
-        self.choice = choose(current, allowed(self._quality, gentle), workload, network, machine)
+        compressors = allowed(self._quality, gentle)
+        self.choice = choose(current, compressors, workload, network, machine, self._experience)
         plan = self.choice.best.plan
         return json.dumps(
             {

@@ -38,7 +38,7 @@ LATE = 1.5  # of that time, after which no larger size is tried: a busy machine 
 HOSTS = 8  # links are measured between at most so many hosts, evenly spread over all
 PINGS = 16
 LOOKS, LOOK = 4, 0.02  # how often the size of pieces is fitted, and seconds for each
-PIECE_SECONDS = 1e-3  # that a piece takes on the wire
+PIECE_SECONDS = 4e-3  # that a piece takes on the wire
 POINTS = 1 + int(math.log2(LAST // FIRST))  # most sizes of a curve
 
 
@@ -108,7 +108,7 @@ def drain(wire: Wire, device: torch.device) -> None:
 
 
 def _fit_pieces(wire: Wire, device: torch.device) -> int:
-    """Bytes that the link sends in a millisecond: pieces of that size keep both directions busy on a slow link, and
+    """Bytes that the link sends in a few milliseconds: pieces of that size keep both directions busy on a slow link, and
     cost little on a fast one. Larger pieces show a faster link, hence several looks."""
     wire.piece, size = PIECE, BURST
     for _ in range(LOOKS):

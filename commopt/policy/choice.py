@@ -1,6 +1,7 @@
 """Which plan: the fastest that the quality allows, and why."""
 
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from commopt.compressors import Compressor, create
@@ -10,7 +11,8 @@ from commopt.network.table import Network
 from commopt.plan import Plan
 from commopt.policy.cost import Prediction, Workload, predict
 
-WORTH = 0.05  # of a step that another plan has to save: a change is not free, and a prediction not exact
+WORTH = 0.03  # of a step that another plan has to save: a change is not free, and a prediction not exact
+WORTH_COMPRESSING = 0.08  # the same, for compressing at all: never slower than no compression
 LEAST = 0.02  # of a step that another size of messages has to save
 MESSAGES = (1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes; the largest bounds the memory
 REFINED = 3  # compressors whose messages are looked at more closely
@@ -59,11 +61,19 @@ def choose(
     workload: Workload,
     network: Network,
     machine: Machine,
+    experience: Mapping[Compressor, float] | None = None,
 ) -> Choice:
-    """The fastest plan of ``compressors`` and no compression; ``current`` where it is allowed and nearly as fast."""
+    """The fastest plan of ``compressors`` and no compression; ``current`` where it is allowed and nearly as fast.
+
+    Args:
+        experience: measured over predicted step, of compressors that were in use. Others take the median of these.
+    """
+    known = dict(experience or {})
+    usual = statistics.median(known.values()) if known else 1.0
 
     def cost(plan: Plan) -> Prediction:
-        return predict(plan, workload, network, machine)
+        predicted = predict(plan, workload, network, machine)
+        return replace(predicted, step=predicted.step * known.get(plan.compressor, usual))
 
     plans = [Plan.uncompressed(), *(_plan(compressor) for compressor in compressors)]
     firsts = sorted((_fused(plan, cost, MESSAGES[:1]) for plan in plans), key=lambda seen: seen.step)
@@ -72,9 +82,9 @@ def choose(
     now, plain = cost(current), cost(Plan.uncompressed())
     best = looked_at[0]
     permitted = {plan.compressor for plan in plans}
-    if plain.step <= (1 + WORTH) * best.step:
+    if plain.step <= best.step / (1 - WORTH_COMPRESSING):
         best = plain
-    elif current.compressor in permitted and now.step <= (1 + WORTH) * best.step:
+    elif current.compressor in permitted and now.step <= best.step / (1 - WORTH):
         best = now
     return Choice(best, now, plain, tuple(looked_at), _reason(best, plain, looked_at, workload))
 
