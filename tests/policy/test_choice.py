@@ -1,0 +1,154 @@
+"""What is chosen on which network, and that it does not waver."""
+
+import dataclasses
+import re
+
+import pytest
+
+from commopt.compressors import Compressor, create
+from commopt.config import Quality
+from commopt.plan import Plan
+from commopt.policy.choice import AGGRESSIVE, GENTLE, SAFE, Choice, allowed, choose, cold_start
+from commopt.policy.cost import Prediction
+from tests.policy.tables import machine, network, workload
+
+NONE = Plan.uncompressed()
+SLOW, FAST = network(12.5e6), network(1e10)  # 100 Mbit/s, and 80 Gbit/s
+WORK = workload(4, (1024, 1024), backward=0.2, tail=0.1)  # 16 MiB
+SMALLEST = {"int3", "int4"}
+
+
+def chosen(
+    compressors: tuple[Compressor, ...],
+    current: Plan = NONE,
+    experience: dict[Compressor, float] | None = None,
+) -> Choice:
+    return choose(current, compressors, WORK, SLOW, machine(), experience)
+
+
+def of(choice: Choice, name: str) -> Prediction:
+    return next(seen for seen in choice.looked_at if seen.plan.compressor.name == name)
+
+
+def test_a_slow_link_gets_few_bits() -> None:
+    best = chosen(allowed("safe")).best
+    assert best.plan.compressor.name in SMALLEST
+    assert best.plan.feedback
+    assert best.plan.small == NONE  # vectors and small tensors travel whole
+    assert best.step < 0.5 * chosen(()).best.step
+
+
+def test_what_may_cost_accuracy_has_to_be_asked_for() -> None:
+    wild = {compressor.name for compressor in AGGRESSIVE}
+    assert wild == {"powersgd", "topk", "onebit", "int2"}
+    assert not wild & {compressor.name for compressor in allowed("safe")}
+    assert chosen(allowed("aggressive")).best.plan.compressor.name in wild
+
+
+@pytest.mark.parametrize("quality", ["lossless", "safe", "aggressive"])
+def test_on_a_fast_link_nothing_is_done(quality: Quality) -> None:
+    choice = choose(NONE, allowed(quality), WORK, FAST, machine())
+    assert choice.best.plan == NONE
+    assert choice.reason.startswith("do nothing: uncompressed")
+
+
+def test_lossless_never_compresses() -> None:
+    assert allowed("lossless") == allowed("lossless", gentle=True) == ()
+    choice = choose(Plan(create("int4"), True), allowed("lossless"), WORK, SLOW, machine())
+    assert choice.best.plan.lossless
+    assert {seen.plan.compressor.name for seen in choice.looked_at} == {"none"}
+
+
+@pytest.mark.parametrize("quality", ["safe", "aggressive"])
+def test_gentle_plans_have_eight_bits_and_more(quality: Quality) -> None:
+    assert {compressor.name for compressor in allowed(quality, gentle=True)} == {"bf16", "int8"}
+    assert {compressor.name for compressor in allowed(quality)} >= {"int4", "int3", "fp8", "bf16", "int8"}
+    assert chosen(allowed(quality, gentle=True)).best.plan.compressor.name == "int8"
+    # What is in use and not allowed any more is left.
+    wild = chosen(allowed(quality)).best.plan
+    assert chosen(allowed(quality, gentle=True), wild).best.plan.compressor.name == "int8"
+
+
+def biased(current: Plan, target: str, factor: float) -> Choice:
+    """Experience makes ``target`` take ``factor`` times what the best of the others takes."""
+    first = chosen(allowed("safe"))
+    least = min(seen.step for seen in first.looked_at if seen.plan.compressor.name != target)
+    here = first.uncompressed if target == "none" else of(first, target)
+    known = dict.fromkeys((NONE.compressor, *GENTLE, *SAFE), 1.0)
+    known[here.plan.compressor] = factor * least / here.step
+    return chosen(allowed("safe"), current, known)
+
+
+def test_what_is_in_use_stays_while_it_is_nearly_as_fast() -> None:
+    current = of(chosen(allowed("safe")), "int8").plan
+    assert biased(current, "int8", 1 / 0.98).best.plan == current
+    assert biased(current, "int8", 1 / 0.96).best.plan.compressor.name in SMALLEST
+    assert biased(NONE, "int8", 1 / 0.98).best.plan.compressor.name in SMALLEST  # not in use: no reason to take it
+
+
+def test_compressing_has_to_save_more_than_a_little() -> None:
+    compressed = of(chosen(allowed("safe")), "int4").plan
+    for current in (NONE, compressed):
+        assert biased(current, "none", 1 / 0.93).best.plan == NONE
+        assert biased(current, "none", 1 / 0.90).best.plan.compressor.name in SMALLEST
+
+
+def test_experience_corrects_what_was_predicted() -> None:
+    first = chosen(allowed("safe"))
+    bad: dict[Compressor, float] = dict.fromkeys((NONE.compressor, *GENTLE, create("fp8")), 1.0)
+    for seen in first.looked_at:
+        if seen.plan.compressor.name in SMALLEST:
+            bad[seen.plan.compressor] = 10.0
+    corrected = chosen(allowed("safe"), experience=bad)
+    assert corrected.best.plan.compressor.name in {"int8", "fp8"}
+    assert of(corrected, "int4").step == pytest.approx(10 * of(first, "int4").step)
+
+
+def test_what_was_never_in_use_takes_the_usual_correction() -> None:
+    first = chosen(allowed("safe"))
+    known: dict[Compressor, float] = {NONE.compressor: 1.5, create("int8"): 2.0, create("bf16"): 7.0}
+    corrected = chosen(allowed("safe"), experience=known)
+    assert of(corrected, "int4").step == pytest.approx(2.0 * of(first, "int4").step)
+    assert corrected.uncompressed.step == pytest.approx(1.5 * first.uncompressed.step)
+
+
+def milliseconds(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"(\d+) ms", text)]
+
+
+def test_the_reason_has_the_figures_of_a_plan_that_was_chosen() -> None:
+    choice = chosen(allowed("safe"))
+    best, second = choice.looked_at[:2]
+    figures = [round(1000 * seen.step) for seen in (best, choice.uncompressed, second)]
+    assert milliseconds(choice.reason) == figures
+    assert choice.reason.startswith(best.plan.compressor.name)
+    assert f"next {second.plan.compressor.name}" in choice.reason
+    exposed = choice.uncompressed.exposed / choice.uncompressed.step
+    assert f"{exposed:.0%} of it exposed communication" in choice.reason
+
+
+def test_the_reason_has_the_figures_of_doing_nothing() -> None:
+    choice = choose(NONE, allowed("safe"), WORK, FAST, machine())
+    assert milliseconds(choice.reason)[0] == round(1000 * choice.uncompressed.step)
+    assert re.search(r"would save \d+%", choice.reason)
+
+
+def test_many_small_tensors_on_a_link_of_high_latency_travel_together() -> None:
+    work = workload(200, (64, 64), backward=0.1)  # buckets of 16 KiB
+    best = choose(NONE, allowed("safe"), work, network(1e9, latency=0.01), machine()).best
+    assert best.plan.message_bytes is not None
+    assert best.plan.message_bytes >= 1 << 20
+    assert best.step < 0.3 * choose(NONE, (), work, network(1e9, latency=0.01), machine()).uncompressed.step
+
+
+def test_few_large_tensors_travel_as_they_come() -> None:
+    work = workload(2, (2048, 2048), backward=0.1)
+    best = choose(NONE, allowed("safe"), work, network(12.5e6, latency=0.01), machine(1e11)).best
+    assert best.plan.compressor.name in SMALLEST
+    assert best.plan.message_bytes is None
+
+
+def test_the_first_steps_are_chosen_as_if_nothing_could_hide() -> None:
+    hidden = dataclasses.replace(WORK, ready=tuple(dataclasses.replace(part, seconds=0.0) for part in WORK.ready))
+    assert cold_start(allowed("safe", gentle=True), hidden, SLOW, machine()).compressor.name == "int8"
+    assert cold_start(allowed("safe", gentle=True), hidden, FAST, machine(1e8)) == NONE
