@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commopt.collectives.agreement import from_rank_zero
+from commopt.collectives.wire import Wire
 from commopt.compressors import Compressor
 from commopt.config import Quality
 from commopt.engine import Engine
@@ -95,30 +96,28 @@ class Pilot:
         self._begin(shapes, dtypes)
 
     def end_step(self, record: StepRecord, rate: float | None) -> None:
-        """After each exchange; ``rate`` is the learning rate, None where nobody knows it.
-
-        Raises:
-            WireError: a peer ended or stalled.
-        """
+        """After each step, on each rank by itself; ``rate`` is the learning rate, None where nobody knows it."""
         self._steadiness.add(record.gradient_norm, rate)
-        self._steps += 1
         self._remember(record)
-        if self._engine.wire.world > 1 and self._steps >= FIRST and (self._steps - FIRST) % EVERY == 0:
-            self._look(record)
 
     def workload(self) -> Workload | None:
         """What training does between exchanges, by the steps since the last look; None before any was seen."""
-        return self._workload(self._shared()) if self._seen else None
+        return self._workload(self._shared(self._engine.wire)) if self._seen else None
+
+    def close(self) -> None:
+        """The plan stays as it is."""
+        self._engine.after_vote = None
 
     def _begin(self, shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]) -> None:
         """The plan of the first steps."""
         engine = self._engine
         if engine.wire.world == 1 or not shapes:
             return
+        engine.after_vote = self._look
         nbytes = sum(shape.numel() * dtypes[name].itemsize for name, shape in shapes.items())
         if self._fly and self._glance(nbytes) < LIMIT:
             return
-        network, machine = self._measure()
+        network, machine = self._measure(engine.wire)
         kinds = dict.fromkeys(dtypes.values())
         parts = [tuple(name for name in shapes if dtypes[name] is kind) for kind in kinds]
         ready = tuple(
@@ -140,9 +139,8 @@ class Pilot:
         took = torch.tensor([min(seconds)], dtype=torch.float64, device=self._device)
         return float(wire.all_reduce(took, dist.ReduceOp.MAX)) * nbytes / piece.nbytes
 
-    def _measure(self) -> tuple[Network, Machine]:
+    def _measure(self, wire: Wire) -> tuple[Network, Machine]:
         if self.network is None or self.machine is None:
-            wire = self._engine.wire
             self.network = network_of(wire, self._device)
             self._engine.set_pieces(self.network.piece)
             compressors = (Plan.uncompressed().compressor, *allowed(self._quality))
@@ -161,16 +159,16 @@ class Pilot:
         seconds = record.exchange_seconds, record.wire_seconds, record.codec_seconds, record.step_seconds
         self._seen.append(Seen(times, max(tail, 0.0), *seconds))
 
-    def _shared(self) -> Seen:
+    def _shared(self, wire: Wire) -> Seen:
         """Medians over the steps since the last look, of the slowest rank; the wire's of the one that waited least."""
         columns = zip(*(seen.ready for seen in self._seen), strict=True)
         ready = [statistics.median(column) for column in columns]
         keys = ("tail", "exchange", "codec", "step")
         rest = [statistics.median(getattr(seen, key) for seen in self._seen) for key in keys]
-        wire = -statistics.median(seen.wire for seen in self._seen)
-        mine = torch.tensor([*ready, *rest, wire], dtype=torch.float64, device=self._device)
-        *ready, tail, exchange, codec, step, wire = self._engine.wire.all_reduce(mine, dist.ReduceOp.MAX).tolist()
-        return Seen(tuple(ready), tail, exchange, -wire, codec, step)
+        least = -statistics.median(seen.wire for seen in self._seen)
+        mine = torch.tensor([*ready, *rest, least], dtype=torch.float64, device=self._device)
+        *ready, tail, exchange, codec, step, least = wire.all_reduce(mine, dist.ReduceOp.MAX).tolist()
+        return Seen(tuple(ready), tail, exchange, -least, codec, step)
 
     def _workload(self, seen: Seen) -> Workload:
         """What was seen, without what the exchange took from it."""
@@ -193,21 +191,37 @@ class Pilot:
         )
         return Workload(parts, seen.tail, self._classes)
 
-    def _look(self, record: StepRecord) -> None:
-        engine = self._engine
-        if not self._seen or any(not bucket.compressible for bucket in self._buckets):
+    def _look(self, wire: Wire) -> None:
+        """At the end of a step's exchange, beside the caller: ranks that do nothing but exchange take part, too."""
+        self._steps += 1
+        if self._steps < FIRST or (self._steps - FIRST) % EVERY:
             return
-        seen = self._shared()
+        # Ranks have seen the same buckets; those that joined early (DDP's join) may have seen fewer steps.
+        knows = torch.tensor([bool(self._seen) and any(bucket.compressible for bucket in self._buckets)])
+        if not wire.all_reduce(knows.to(self._device, torch.int32), dist.ReduceOp.MIN):
+            return
+        seen = self._shared(wire)
         share = max(1 - (seen.ready[-1] + seen.tail) / seen.step, 0.0)
         if self.network is None and self._fly and share < MATTERS:
             self._explain(f"do nothing: {share:.0%} of a step is exposed communication")
             return
-        network, machine = self._measure()
-        text = self._decide(seen, network, machine) if engine.wire.rank == 0 else ""
-        told: dict[str, Any] = json.loads(from_rank_zero(engine.wire, text, self._device))
+        network, machine = self._measure(wire)
+        text = self._decision(seen, network, machine) if wire.rank == 0 else ""
+        told: dict[str, Any] = json.loads(from_rank_zero(wire, text, self._device))
+        if "failed" in told:  # training is worth more than a better plan
+            self._explain(f"the plan stays as it is, for the policy failed on rank 0: {told['failed']}")
+            logger.error(self.explanation)
+            self.close()
+            return
         self.factor = told["factor"]
         self._change(Plan.from_plain(told["plan"]), told["reason"], told["expected"])
         self._seen.clear()
+
+    def _decision(self, seen: Seen, network: Network, machine: Machine) -> str:
+        try:
+            return self._decide(seen, network, machine)
+        except Exception as error:  # the others wait for a word
+            return json.dumps({"failed": f"{type(error).__name__}: {error}"})
 
     def _decide(self, seen: Seen, network: Network, machine: Machine) -> str:
         """On rank 0: what all are told."""

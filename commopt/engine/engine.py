@@ -71,6 +71,7 @@ class Engine:
         self.record: StepRecord | None = None  # of the last finished step
         self.ready: list[tuple[Bucket, float]] = []  # of that step: seconds from its begin until a bucket was ready
         self.expected: float | None = None  # seconds that a step was predicted to take
+        self.after_vote: Callable[[Wire], None] | None = None  # called at the end of each step's exchange, on all ranks
         self.pledge = ""  # what was decided of the last step outside of the vote; ranks compare it in the next one
         self.disabled = False  # whether compression is switched off, the same on all ranks
         self._adaptive = adaptive
@@ -396,6 +397,8 @@ class Engine:
         now, seconds = self._executor.mark(), self._executor.seconds
         step.span = seconds(step.arrivals[0][1], now)
         step.exposed = seconds(step.arrivals[-1][1], now)
+        if self.after_vote is not None:
+            self.after_vote(wire)
 
     def _vote(self, step: Step, wire: Wire) -> None:
         """The last word of a step; what is decided here holds on all ranks from the next step on."""

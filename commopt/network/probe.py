@@ -108,8 +108,8 @@ def drain(wire: Wire, device: torch.device) -> None:
 
 
 def _fit_pieces(wire: Wire, device: torch.device) -> int:
-    """Bytes that the link sends in a few milliseconds: pieces of that size keep both directions busy on a slow link, and
-    cost little on a fast one. Larger pieces show a faster link, hence several looks."""
+    """Bytes that the link sends in a few milliseconds: pieces of that size keep both directions busy on a slow link,
+    and cost little on a fast one. Larger pieces show a faster link, hence several looks."""
     wire.piece, size = PIECE, BURST
     for _ in range(LOOKS):
         with _during("all_gather"):
