@@ -85,7 +85,8 @@ class Engine:
         self._loss_scale = loss_scale
         self._wish = Wish.NONE
         self._agreed = plan  # what was planned at the last vote
-        self._last = plan  # what was agreed for the step before
+        self._begun = plan  # what was agreed for the step under way
+        self._last = plan  # and for the last one that was taken: until then, another plan is new
         self._warmed = plan.compressor  # whose warm starts are kept
         self._owed = False  # whether residuals wait to be delivered
         self._losses: list[Tensor] = []
@@ -165,7 +166,7 @@ class Engine:
         self._fidelity.commit()
         self._path.warm.update(step.warm)
         if step.taken and step.result:
-            self._owed = step.result.owed
+            self._owed, self._last = step.result.owed, self._begun
 
     def skip(self) -> None:
         """Forgets what the last step staged, for a step that is not taken. Call it on all ranks."""
@@ -304,7 +305,7 @@ class Engine:
     def _begin_step(self) -> None:
         self.settle()
         plan = Plan.uncompressed() if self.disabled else self._agreed
-        changed, self._last = plan != self._last, plan
+        changed, self._begun = plan != self._last, plan
         if plan.lossless:  # the first such step delivers what residuals hold
             plan = plan.each(lambda part: dataclasses.replace(part, feedback=self._owed))
         elif changed and self._owed:  # and what keeps none delivers them as well as it can

@@ -1,7 +1,7 @@
 """Steps of an engine without a trainer: buckets of named gradients, on every rank of the default group."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
 import torch
@@ -11,19 +11,23 @@ from torch.futures import Future
 
 from commopt.engine import Engine
 from commopt.messages import Bucket
-from commopt.plan import Plan
+from commopt.plan import Plan, TensorClass
 
 CPU = torch.device("cpu")
 Tensors = dict[str, Tensor]
 
 
 def make_engine(
-    plan: Plan, shapes: dict[str, tuple[int, ...]], loss_scale: Callable[[], float] | None = None
+    plan: Plan,
+    shapes: dict[str, tuple[int, ...]],
+    loss_scale: Callable[[], float] | None = None,
+    classes: Mapping[str, TensorClass] | None = None,
 ) -> Engine:
     """An engine over a group of its own, as the DDP hook makes it."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     assert isinstance(group, dist.ProcessGroup)
-    return Engine(plan, {name: torch.Size(shape) for name, shape in shapes.items()}, CPU, group, loss_scale)
+    sizes = {name: torch.Size(shape) for name, shape in shapes.items()}
+    return Engine(plan, sizes, CPU, group, loss_scale, classes=classes)
 
 
 def exchange(
