@@ -47,12 +47,12 @@ class CommOptConfig:
             raise ConfigError(f"options must be a mapping of option names to values, got {self.options!r}.")
         if self.quality not in QUALITIES:
             raise ConfigError(f"quality must be one of {', '.join(QUALITIES)}, got {self.quality!r}.")
+        if self.error_feedback not in (None, True, False):
+            raise ConfigError(f"error_feedback must be true, false or null, got {self.error_feedback!r}.")
         if self.automatic and (self.options or self.error_feedback is not None):
             raise ConfigError(
                 "compressor='auto' chooses options and error feedback itself: leave them out, or name a compressor."
             )
-        if self.error_feedback not in (None, True, False):
-            raise ConfigError(f"error_feedback must be true, false or null, got {self.error_feedback!r}.")
         if not isinstance(self.checked, bool):
             raise ConfigError(f"checked must be true or false, got {self.checked!r}.")
         if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < float("inf"):

@@ -152,12 +152,15 @@ class Supervised(DDPStrategy):
             return  # a tuner of Lightning's tries something out
         loaded, self._loaded = self._loaded, None
         state, parts = (None, None) if loaded is None else self._read(*loaded)
-        plan = self.handle.engine.configured
+        plan, config = self.handle.engine.configured, self.handle.config
+        chosen = {"compressor": repr(plan.compressor), "error_feedback": plan.feedback}
         self.supervisor = Supervisor(
             self.handle,
             self._states() if guarding.enabled else {},
             guard=guarding.config if guarding.enabled else None,
-            monitor=monitoring.make(trainer, {"compressor": repr(plan.compressor), "error_feedback": plan.feedback}),
+            monitor=monitoring.make(
+                trainer, {"compressor": "auto", "quality": config.quality} if config.automatic else chosen
+            ),
             every=guarding.snapshot_every,
             keep=guarding.keep,
             memory=guarding.memory,

@@ -11,8 +11,9 @@ from commopt.plan import Plan
 
 
 def test_defaults() -> None:
-    assert CommOptConfig() == CommOptConfig(compressor="int8", options={}, error_feedback=None, timeout=1800.0)
-    assert Plan.from_config(CommOptConfig()) == Plan(create("int8"), feedback=False)
+    assert CommOptConfig() == CommOptConfig("auto", options={}, error_feedback=None, timeout=1800.0, quality="safe")
+    assert Plan.from_config(CommOptConfig()) == Plan.uncompressed()  # until something was measured
+    assert Plan.from_config(CommOptConfig("int8")) == Plan(create("int8"), feedback=False)
 
 
 def test_it_is_frozen() -> None:
@@ -35,6 +36,9 @@ def test_plain_data_is_enough() -> None:
         ({"compressor": 8}, "compressor must be a registered name, got 8."),
         ({"options": "rank=4"}, "options must be a mapping of option names to values, got 'rank=4'."),
         ({"error_feedback": "yes"}, "error_feedback must be true, false or null, got 'yes'."),
+        ({"quality": "best"}, "quality must be one of lossless, safe, aggressive, got 'best'."),
+        ({"options": {"rank": 4}}, "compressor='auto' chooses options and error feedback itself"),
+        ({"error_feedback": True}, "compressor='auto' chooses options and error feedback itself"),
         ({"timeout": 0}, "timeout must be a positive number of seconds, got 0."),
         ({"timeout": float("inf")}, "timeout must be a positive number of seconds, got inf."),
         ({"timeout": float("nan")}, "timeout must be a positive number of seconds, got nan."),

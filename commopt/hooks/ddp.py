@@ -83,6 +83,7 @@ class Handle:
         self, model: DistributedDataParallel, config: CommOptConfig, grad_scaler: GradScaler | None = None
     ) -> None:
         plan = Plan.from_config(config)
+        self.config = config
         _check_attachable(model)
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._names = {id(p): name for name, p in model.module.named_parameters()}

@@ -112,7 +112,7 @@ def _fit_pieces(wire: Wire, device: torch.device) -> int:
     and cost little on a fast one. Larger pieces show a faster link, hence several looks."""
     wire.piece, size = PIECE, BURST
     for _ in range(LOOKS):
-        with _during("all_gather"):
+        with _during("the size of pieces"):
             seconds = sample(collective(wire, "all_gather", size, device), agree(wire, device), LOOK).seconds
         fitting = min(int(size * (wire.world - 1) / seconds * PIECE_SECONDS), LAST)
         if fitting < 2 * wire.piece:

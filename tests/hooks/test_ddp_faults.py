@@ -72,7 +72,10 @@ def mismatch(rank: int, world: int, arguments: list[dict[str, Any]]) -> str:
             [{"compressor": "topk", "density": d} for d in (0.01, 0.02)],
             "TopK(density=0.01, block=4096) on rank 0; TopK(",
         ),
-        ([{"error_feedback": True}, {"error_feedback": False}], "error feedback: True on rank 0; False on rank 1"),
+        (
+            [{"compressor": "int8", "error_feedback": f} for f in (True, False)],
+            "error feedback: True on rank 0; False on rank 1",
+        ),
         ([{"grad_scaler": torch.amp.GradScaler("cpu")}, {}], "gradient scaler: True on rank 0; False on rank 1"),
     ],
 )

@@ -34,7 +34,7 @@ class Model(pl.LightningModule):
 pl.seed_everything(0)
 model = Model()
 trainer = pl.Trainer(
-    strategy="commopt_ddp", accelerator="cpu", devices=2, max_epochs=1,
+    strategy="commopt_ddp_int8", accelerator="cpu", devices=2, max_epochs=1,
     logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )
 trainer.fit(model, DataLoader(torch.randn(64, 1024), batch_size=8))

@@ -49,9 +49,10 @@ def test_arguments_go_where_they_belong() -> None:
     assert not dist.is_initialized()
 
 
-def test_the_default_is_int8_with_lightnings_timeout() -> None:
+def test_the_default_decides_by_itself_with_lightnings_timeout() -> None:
     strategy = CommOptDDPStrategy()
-    assert strategy.config == commopt.CommOptConfig("int8", {}, None, timeout=1800.0)
+    assert strategy.config == commopt.CommOptConfig("auto", {}, None, timeout=1800.0, quality="safe")
+    assert CommOptDDPStrategy(quality="aggressive").config.quality == "aggressive"
     assert strategy._timeout == timedelta(seconds=1800)
 
 
@@ -71,7 +72,7 @@ def test_the_bucket_size_is_one_constant_and_the_users_word_counts_more() -> Non
         ({"compressor": "powersgd", "rnak": 2}, "'rnak'; did you mean 'rank'"),
         ({"find_unused_parameter": True}, "did you mean 'find_unused_parameters'"),
         ({"process_group_backnd": "gloo"}, "did you mean 'process_group_backend'"),
-        ({"rank": 2}, "unknown argument of the strategy with 'int8': 'rank'"),  # an option of another compressor
+        ({"rank": 2}, "unknown argument of the strategy with 'auto': 'rank'"),  # an option of another compressor
         ({"module": None}, "unknown argument .* 'module'"),
         ({"compressor": "powersgd", "rank": 0}, "'rank' .* from 1 to 1024, got 0"),
         ({"compressor": "topk", "density": "much"}, "'density' .* must be a number"),
@@ -99,7 +100,7 @@ def test_every_name_is_registered(package: Any, ours: Any) -> None:
         strategy = registry.get(f"commopt_ddp_{name}")
         assert type(strategy) is ours.CommOptDDPStrategy
         assert strategy.config.compressor == name
-    assert registry.get("commopt_ddp").config.compressor == "int8"
+    assert registry.get("commopt_ddp").config.compressor == "auto"
     assert registry.get("commopt_ddp_find_unused_parameters_true")._ddp_kwargs["find_unused_parameters"] is True
 
 

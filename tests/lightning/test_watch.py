@@ -154,7 +154,15 @@ def logged(rank: int, world: int, folder: Path) -> tuple[Any, str]:
     callbacks = [CommMonitor(gpu_hour_price=2.0, summary=True)]
     with contextlib.redirect_stdout(said):
         logger = CSVLogger(folder)
-        trainer = fit(rank, world, callbacks=callbacks, logger=logger, log_every_n_steps=4, val_check_interval=6)
+        trainer = fit(
+            rank,
+            world,
+            callbacks=callbacks,
+            logger=logger,
+            log_every_n_steps=4,
+            val_check_interval=6,
+            strategy="commopt_ddp_int8",
+        )
     assert trainer.strategy.supervisor.guard.state_dict()["anchor"] == []  # compressed all the time
     assert trainer.progress_bar_metrics.keys() == {"comm/comp", "saving"}
     assert not {"comm/comp", "saving"} & trainer.logged_metrics.keys()

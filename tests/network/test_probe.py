@@ -122,8 +122,8 @@ def test_two_ranks_exchange(workers: Workers) -> None:
 
 
 NAMED = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
+    "all_reduce": "the size of pieces",
+    "all_gather": "the size of pieces",
     "all_to_all": "all_to_all",
     "exchange_with": "the link between ranks 0 and 1",
 }
@@ -138,7 +138,7 @@ def test_a_peer_that_dies_is_an_error_that_names_what_was_probed(
         workers.run(lose_a_peer, world, op=op, fault="die", folder=tmp_path)
     for rank in range(world - 1):
         waited, message = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert waited < GROUP_TIMEOUT.total_seconds()
+        assert waited < GROUP_TIMEOUT.total_seconds() + 2  # a rank that is no neighbour of the dead one waits for it
         assert message.startswith(f"the probe of the network failed during {NAMED[op]}: ")
 
 
