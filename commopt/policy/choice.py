@@ -17,8 +17,8 @@ LEAST = 0.02  # of a step that another size of messages has to save
 MESSAGES = (1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes; the largest bounds the memory
 REFINED = 3  # compressors whose messages are looked at more closely
 
-GENTLE: tuple[Compressor, ...] = (create("bf16"), create("int8"))  # at any time of a training
-SAFE: tuple[Compressor, ...] = (create("fp8"), create("int4"), create("int3"))  # within 0.5 % in benchmarks/parity.py
+GENTLE: tuple[Compressor, ...] = (create("bf16"), create("int8"), create("int4"))  # well within it, from the first step
+SAFE: tuple[Compressor, ...] = (create("fp8"), create("int3"))  # within 0.5 % in benchmarks/parity.py
 AGGRESSIVE: tuple[Compressor, ...] = (
     create("int2"),
     create("onebit"),
