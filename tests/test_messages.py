@@ -150,6 +150,11 @@ def test_a_message_of_scattered_gradients_has_no_memory_in_one_piece() -> None:
     cutter.cut(bucket(0, {"a": (3,)}))
     (of_two,) = cutter.cut(bucket(1, {"b": (3,)}, last=True))
     assert of_two.buffer is None
+    cutter = Cutter(fused(1000, small=NONE), {"a": "matrix", "b": "small", "c": "matrix"})
+    cutter.cut(bucket(0, {"a": (3,)}))
+    (also_of_two, _) = cutter.cut(bucket(1, {"b": (3,), "c": (3,)}, last=True))
+    assert also_of_two.names == ["a", "c"]  # "c" begins in its bucket where "a" ends in its own
+    assert also_of_two.buffer is None
 
 
 @settings(deadline=None, max_examples=200)

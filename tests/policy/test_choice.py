@@ -9,7 +9,7 @@ from commopt.compressors import Compressor, create
 from commopt.config import Quality
 from commopt.plan import Plan
 from commopt.policy.choice import AGGRESSIVE, GENTLE, SAFE, Choice, allowed, choose, cold_start
-from commopt.policy.cost import Prediction
+from commopt.policy.cost import Prediction, predict
 from tests.policy.tables import machine, network, workload
 
 NONE = Plan.uncompressed()
@@ -140,10 +140,12 @@ def test_many_small_tensors_on_a_link_of_high_latency_travel_together() -> None:
 
 
 def test_few_large_tensors_travel_as_they_come() -> None:
-    work = workload(2, (2048, 2048), backward=0.1)
-    best = choose(NONE, allowed("safe"), work, network(12.5e6, latency=0.01), machine(1e11)).best
+    work = workload(2, (2048, 256), backward=0.1, tensors=8)  # buckets of 16 MiB
+    best = choose(NONE, allowed("safe"), work, SLOW, machine(6e9)).best
     assert best.plan.compressor.name in SMALLEST
     assert best.plan.message_bytes is None
+    parts = predict(dataclasses.replace(best.plan, message_bytes=1 << 22), work, SLOW, machine(6e9))
+    assert 0.98 * best.step < parts.step < best.step  # what parts would save is too little
 
 
 def test_the_first_steps_are_chosen_as_if_nothing_could_hide() -> None:
