@@ -1,7 +1,7 @@
 """Which plan: the fastest that the quality allows, and why."""
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from commopt.compressors import Compressor, create
@@ -86,7 +86,7 @@ def choose(
         best = plain
     elif current.compressor in permitted and now.step <= best.step / (1 - WORTH):
         best = now
-    return Choice(best, now, plain, tuple(looked_at), _reason(best, plain, looked_at, workload))
+    return Choice(best, now, plain, tuple(looked_at), _reason(best, plain, looked_at))
 
 
 def cold_start(compressors: Iterable[Compressor], workload: Workload, network: Network, machine: Machine) -> Plan:
@@ -109,13 +109,13 @@ def _fused(
     return best if best.step < (1 - LEAST) * whole.step else whole
 
 
-def _reason(best: Prediction, plain: Prediction, looked_at: Iterable[Prediction], workload: Workload) -> str:
+def _reason(best: Prediction, plain: Prediction, looked_at: Sequence[Prediction]) -> str:
     share = plain.exposed / plain.step if plain.step else 0.0
     without = f"uncompressed {_ms(plain.step)} a step, {share:.0%} of it exposed communication"
     others = [seen for seen in looked_at if seen.plan.compressor not in (best.plan.compressor, plain.plan.compressor)]
     next_best = f"; next {describe(others[0].plan)} at {_ms(others[0].step)}" if others else ""
-    if best.plan.compressor == plain.plan.compressor:
-        gain = max(0.0, 1 - min([plain.step, *(seen.step for seen in others)]) / plain.step) if plain.step else 0.0
+    if best.plan == plain.plan:
+        gain = max(0.0, 1 - min(seen.step for seen in looked_at) / plain.step) if plain.step else 0.0
         return f"do nothing: {without}; the best that is allowed would save {gain:.0%}{next_best}"
     return f"{describe(best.plan)}: {_ms(best.step)} a step predicted, {without}{next_best}"
 

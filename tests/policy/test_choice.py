@@ -139,6 +139,13 @@ def test_many_small_tensors_on_a_link_of_high_latency_travel_together() -> None:
     assert best.step < 0.3 * choose(NONE, (), work, network(1e9, latency=0.01), machine()).uncompressed.step
 
 
+def test_sending_the_same_in_other_messages_is_not_nothing() -> None:
+    work = workload(200, (64, 64), backward=0.1)
+    choice = choose(NONE, allowed("lossless"), work, network(1e9, latency=0.01), machine())
+    assert choice.best.plan.lossless
+    assert choice.reason.startswith(f"none in messages of 1.0 MiB: {1000 * choice.best.step:.0f} ms a step predicted")
+
+
 def test_few_large_tensors_travel_as_they_come() -> None:
     work = workload(2, (2048, 256), backward=0.1, tensors=8)  # buckets of 16 MiB
     best = choose(NONE, allowed("safe"), work, SLOW, machine(6e9)).best
