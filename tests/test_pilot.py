@@ -19,7 +19,7 @@ from tests.flights import Flight, made_up, train
 from tests.hooks.training import MLP, SMALL_BUCKETS, attached
 from tests.workers import Workers
 
-SLOW, FAST = 1e4, 1e12  # bytes/s; a step of `MLP` is some milliseconds, and 40 kB
+SLOW, FAST = 1e3, 1e12  # bytes/s; `MLP` has 40 kB of gradients, and computes for some milliseconds
 NONE = repr(Plan.uncompressed())
 SECOND = FIRST + EVERY  # steps until the second look
 LOOKS = [FIRST + look * EVERY for look in range(4)]
