@@ -51,6 +51,11 @@ class Seen:
     codec: float
     step: float
 
+    @property
+    def exposed(self) -> float:
+        """Share of the step that waited for communication."""
+        return max(1 - (self.ready[-1] + self.tail) / self.step, 0.0)
+
 
 class Pilot:
     """Chooses the plan of an engine. Call everything on all ranks.
@@ -62,7 +67,8 @@ class Pilot:
         shapes: of each parameter, by name, in the order of registration.
         dtypes: of their gradients.
         classes: the class of each parameter, by name.
-        fly: False: measures and says what it would do, and does nothing.
+        examine: the one step at whose end it says what it would do, having measured; the plan stays as it is. None: it
+            flies.
     """
 
     def __init__(
@@ -73,11 +79,12 @@ class Pilot:
         shapes: Mapping[str, torch.Size],
         dtypes: Mapping[str, torch.dtype],
         classes: Mapping[str, TensorClass],
-        fly: bool = True,
+        examine: int | None = None,
     ) -> None:
         self.network: Network | None = None  # as probed
         self.machine: Machine | None = None
         self.choice: Choice | None = None  # the last one; on rank 0
+        self.measured: tuple[Seen, Workload] | None = None  # that the last choice is made from; on rank 0
         self.explanation = "no decision yet: the first steps are measured."
         self.tell: Callable[[int, str], None] = lambda step, reason: None
         self.factor = 1.0  # that the network takes longer now than when it was probed
@@ -85,7 +92,7 @@ class Pilot:
         self._device = device
         self._quality: Quality = quality
         self._classes = dict(classes)
-        self._fly = fly
+        self._examine = examine
         self._steadiness = Steadiness()
         self._steps = 0
         self._seen: deque[Seen] = deque(maxlen=EVERY)
@@ -115,9 +122,11 @@ class Pilot:
             return
         engine.after_vote = self._look
         nbytes = sum(shape.numel() * dtypes[name].itemsize for name, shape in shapes.items())
-        if self._fly and self._glance(nbytes) < LIMIT:
+        if self._examine is None and self._glance(nbytes) < LIMIT:
             return
         network, machine = self._measure(engine.wire)
+        if self._examine is not None:
+            return
         kinds = dict.fromkeys(dtypes.values())
         parts = [tuple(name for name in shapes if dtypes[name] is kind) for kind in kinds]
         ready = tuple(
@@ -191,19 +200,23 @@ class Pilot:
         )
         return Workload(parts, seen.tail, self._classes)
 
+    def _due(self) -> bool:
+        if self._examine is not None:
+            return self._steps == self._examine
+        return self._steps >= FIRST and not (self._steps - FIRST) % EVERY
+
     def _look(self, wire: Wire) -> None:
         """At the end of a step's exchange, beside the caller: ranks that do nothing but exchange take part, too."""
         self._steps += 1
-        if self._steps < FIRST or (self._steps - FIRST) % EVERY:
+        if not self._due():
             return
         # Ranks have seen the same buckets; those that joined early (DDP's join) may have seen fewer steps.
         knows = torch.tensor([bool(self._seen) and any(bucket.compressible for bucket in self._buckets)])
         if not wire.all_reduce(knows.to(self._device, torch.int32), dist.ReduceOp.MIN):
             return
         seen = self._shared(wire)
-        share = max(1 - (seen.ready[-1] + seen.tail) / seen.step, 0.0)
-        if self.network is None and self._fly and share < MATTERS:
-            self._explain(f"do nothing: {share:.0%} of a step is exposed communication")
+        if self.network is None and seen.exposed < MATTERS:
+            self._explain(f"do nothing: {seen.exposed:.0%} of a step is exposed communication")
             return
         network, machine = self._measure(wire)
         text = self._decision(seen, network, machine) if wire.rank == 0 else ""
@@ -239,13 +252,15 @@ class Pilot:
             self._moved = moved and not reason
             expected = predict(current, workload, network.scaled(self.factor), machine)
             self._experience[current.compressor] = seen.step / expected.step
-        gentle = self._steps < WARM_UP or self._steadiness.changing
+        flies = self._examine is None
+        gentle = flies and (self._steps < WARM_UP or self._steadiness.changing)
         if gentle and self._quality != "lossless":
             why = "warm-up" if self._steps < WARM_UP else "the gradient changes fast"
             reason += f" (gentle plans only: {why})"
         network = network.scaled(self.factor)
         compressors = allowed(self._quality, gentle)
         self.choice = choose(current, compressors, workload, network, machine, self._experience)
+        self.measured = seen, workload
         plan = self.choice.best.plan
         return json.dumps(
             {
@@ -259,7 +274,7 @@ class Pilot:
     def _change(self, plan: Plan, reason: str, expected: float | None) -> None:
         engine = self._engine
         self._explain(reason)
-        if not self._fly:
+        if self._examine is not None:
             return
         engine.expected = expected
         if plan != engine.configured:

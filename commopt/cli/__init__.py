@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from commopt.cli import bench, lab, report
+from commopt.cli import bench, doctor, lab, report
 from commopt.errors import CommOptError
 
-COMMANDS = (report, lab, bench)
+COMMANDS = (report, lab, bench, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

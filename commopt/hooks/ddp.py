@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from commopt.collectives.agreement import check_agreement
 from commopt.config import CommOptConfig, Quality
+from commopt.doctor import Request, end
 from commopt.engine import Engine
 from commopt.engine.step import Stats
 from commopt.errors import AttachError
@@ -83,6 +84,10 @@ class Handle:
         self, model: DistributedDataParallel, config: CommOptConfig, grad_scaler: GradScaler | None = None
     ) -> None:
         plan = Plan.from_config(config)
+        self._doctor = Request.from_environment()
+        if self._doctor is not None:
+            config = self._doctor.instead_of(config)
+            plan = Plan.from_config(config)
         self.config = config
         _check_attachable(model)
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
@@ -119,7 +124,8 @@ class Handle:
             check_agreement(self.engine.wire, _facts(plan, config, trained, self._scaler), device)
             if config.automatic:
                 dtypes = {name: trained[name].dtype for name in shapes}
-                self.pilot = Pilot(self.engine, device, config.quality, shapes, dtypes, classes)
+                examine = self._doctor.steps if self._doctor else None
+                self.pilot = Pilot(self.engine, device, config.quality, shapes, dtypes, classes, examine)
         except BaseException:
             self.close()
             raise
@@ -216,6 +222,9 @@ class Handle:
         record = self.engine.record
         if self.pilot is not None and record is not None:
             self.pilot.end_step(record, self._rate)
+            if self._doctor is not None and self._backwards >= self._doctor.steps:
+                self.close()
+                end(self._doctor, self.pilot, record, self.engine.wire.rank, self.engine.wire.world)
         if self.judge is None or record is None:
             return usable
         approved = False
