@@ -104,6 +104,7 @@ def test_a_training_from_beginning_to_end(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("COMMOPT_CACHE", "off")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     script = tmp_path / "training.py"
     script.write_text(TRAINING)
