@@ -14,12 +14,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks import divergence, fidelity, guard, overhead, parity, soak, steptime
+from benchmarks import divergence, fidelity, follow, fusion, guard, overhead, parity, soak, steptime
 
 DOCS = Path(__file__).parent.parent / "docs"
 STEP_COLUMNS = (
     "*over nocomm* and *over ddp*: step time over that of the same step without communication, and over plain DDP; the "
-    "median of the rounds, and the least and the most. *wire ms*, *codec ms*: what a rank spent in collectives and in "
+    "median of the rounds, and the least and the most. *predicted*: by the cost model, from what the first automatic "
+    "variant has measured. *wire idle*: the part of the exchange, from the first gradient to the last mean, in which "
+    "nothing was on the wire. *wire ms*, *codec ms*: what a rank spent in collectives and in "
     "compression, most of it beside the backward pass. *MB*: 10^6 bytes that a rank sends in a step, by the formula of "
     "the exchange, as counted when handed to the collectives, and as the kernel counted them on the interface."
 )
@@ -59,6 +61,24 @@ OVERHEAD_COLUMNS = (
 )
 
 
+FUSION_COLUMNS = (
+    "DDP is wrapped once, with buckets of 0.1 MB; the size of messages is a part of the plan, and changes from turn to "
+    "turn. *small*: 10 000 parameters of 64 elements."
+)
+FOLLOW_COLUMNS = "GPT *small*; *steps until it settled*: after which the plan no longer changed in this phase."
+
+FIXED = ("int8", "int4", "int3", "int2", "onebit", "topk:density=0.01", "powersgd:rank=4")
+HOOKS = ("torch:fp16", "torch:bf16", "torch:powersgd")
+AUTO = ("auto", "auto:quality=aggressive")
+POLICY = (
+    ("10mbit", 2, "2", "1", (*AUTO, "torch:fp16", "torch:powersgd", *FIXED, "powersgd:rank=1")),
+    ("100mbit", 2, "3", "3", (*AUTO, *HOOKS, "none", "bf16", *FIXED)),
+    ("1gbit", 2, "5", "4", (*AUTO, *HOOKS, "none", "bf16", *FIXED)),
+    ("loopback", 2, "5", "4", (*AUTO, *HOOKS, "none", "bf16", *FIXED)),
+    ("100mbit", 4, "2", "2", (*AUTO, *HOOKS, "bf16", *FIXED)),
+)
+
+
 @dataclass(frozen=True)
 class Figure:
     """One measurement and its section of the page."""
@@ -85,6 +105,18 @@ FIGURES = (
         steptime,
         ("--rate", "loopback", "--hosts", "2", "--rounds", "10"),
     ),
+    *(
+        Figure(
+            f"policy-{rate}-{hosts}",
+            f"auto against every fixed setting: {rate}, {hosts} hosts",
+            "Columns as above. What *auto* chose stands below the table.",
+            steptime,
+            ("--rate", rate, "--hosts", str(hosts), "--rounds", rounds, "--steps", steps, "--variants", *variants),
+        )
+        for rate, hosts, rounds, steps, variants in POLICY
+    ),
+    Figure("fusion", "The size of messages", FUSION_COLUMNS, fusion, ()),
+    Figure("follow", "A link that is halved in mid-training, and restored", FOLLOW_COLUMNS, follow, ()),
     Figure("parity", "Validation loss", PARITY_COLUMNS, parity, ()),
     Figure("fidelity", "What arrives of the true gradient", FIDELITY_COLUMNS, fidelity, ()),
     Figure("divergence", "Runs that a compressor spoils", DIVERGENCE_COLUMNS, divergence, ()),
@@ -101,6 +133,8 @@ def render(folder: Path) -> str:
         result = json.loads((folder / f"{figure.name}.json").read_text())
         parts += [f"## {figure.title}", figure.text, f"```\n{result['command']}\n```"]
         parts += [_conditions(result["conditions"]), _table(figure.module.HEADERS, figure.module.rows(result))]
+        chosen = [v for v in result.get("variants", []) if v["variant"].startswith("auto")]
+        parts += ["\n".join(f"- `{v['variant']}`: {v['explained']}" for v in chosen)] if chosen else []
     return "\n\n".join(parts) + "\n"
 
 

@@ -97,8 +97,9 @@ class Pilot:
         self._steps = 0
         self._seen: deque[Seen] = deque(maxlen=EVERY)
         self._buckets: list[Bucket] = []
-        self._usual: dict[Plan, float] = {}  # of rank 0: seconds on the wire over those predicted, when a plan was new
-        self._moved = False  # whether the link seemed to be another one at the last look
+        self._beside: dict[Plan, float] = {}  # of rank 0: by what collectives take longer beside backward
+        self._again = False  # of rank 0: whether to probe once more
+        self._moved = False  # of rank 0: whether the link seemed to be another one at the last look
         self._experience: dict[Compressor, float] = {}  # of rank 0: seconds of a step over those predicted
         self._begin(shapes, dtypes)
 
@@ -151,6 +152,7 @@ class Pilot:
     def _measure(self, wire: Wire) -> tuple[Network, Machine]:
         if self.network is None or self.machine is None:
             self.network = network_of(wire, self._device)
+            self._beside.clear()
             self._engine.set_pieces(self.network.piece)
             compressors = (Plan.uncompressed().compressor, *allowed(self._quality))
             self.machine = measure_codecs(compressors, self._device, wire)
@@ -227,6 +229,8 @@ class Pilot:
             self.close()
             return
         self.factor = told["factor"]
+        if told["again"]:
+            self.network, self._again = None, False
         self._change(Plan.from_plain(told["plan"]), told["reason"], told["expected"])
         self._seen.clear()
 
@@ -241,15 +245,9 @@ class Pilot:
         engine, workload = self._engine, self._workload(seen)
         current, reason = engine.configured, ""
         if engine.plan == current and seen.wire > 0:
-            # Beside backward a collective takes longer than in the probe, by a factor that each plan has of its own.
             expected = predict(current, workload, network, machine)
-            now = seen.wire / max(expected.wire, 1e-9)
-            factor = now / self._usual.setdefault(current, now / self.factor)
-            moved = not 1 / MOVED < factor / self.factor < MOVED
-            if moved and self._moved:
-                self.factor = factor
-                reason = f" (the link takes {factor:.2f} times what it took at first)"
-            self._moved = moved and not reason
+            if self._follow(current, seen.wire / max(expected.wire, 1e-9)):
+                reason = f" (the link takes {self.factor:.2f} times what it took at first)"
             expected = predict(current, workload, network.scaled(self.factor), machine)
             self._experience[current.compressor] = seen.step / expected.step
         flies = self._examine is None
@@ -268,8 +266,27 @@ class Pilot:
                 "reason": self.choice.reason + reason,
                 "expected": self.choice.best.step,
                 "factor": self.factor,
+                "again": self._again,
             }
         )
+
+    def _follow(self, plan: Plan, ratio: float) -> bool:
+        """Takes in seconds on the wire over those that the probe lets expect. Whether the link has become slower, or is
+        again what it was.
+
+        Beside backward a collective takes longer than in the probe, by a factor that each plan has of its own.
+        """
+        beside = self._beside.setdefault(plan, ratio / self.factor)
+        drift = ratio / (self.factor * beside)
+        moved, self._moved = self._moved, not 1 / MOVED < drift < MOVED
+        if not (moved and self._moved):
+            return False
+        self._moved = False
+        if drift < 1.0 and self.factor <= 1.0:  # the machine was busy before, or the link is faster than ever: look
+            self._again = True
+            return False
+        self.factor = max(ratio / beside, 1.0)
+        return True
 
     def _change(self, plan: Plan, reason: str, expected: float | None) -> None:
         engine = self._engine

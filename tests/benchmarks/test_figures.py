@@ -33,6 +33,8 @@ STEPTIME = {
             "kernel_bytes": 498123.0,
             "wire_ms": 52.2,
             "codec_ms": 19.8,
+            "predicted_ms": 371.6,
+            "idle_wire": 0.25,
         },
     ],
 }
@@ -65,8 +67,8 @@ def test_the_page_shows_what_was_measured_and_how(tmp_path: Path) -> None:
     assert page[0] == "# Figures"
     assert "python -m benchmarks.steptime --rate 100mbit" in page
     assert "torch: 2.13.0; hosts: 2" in page
-    assert "| `nocomm` | 280 | 275-290 | 1.00 | 1.00-1.00 | 0.15 | 0.14-0.16 |  |  | 0.000 |  | 0.000 |" in page
-    powersgd = "351 | 340-361 | 1.25 | 1.20-1.30 | 0.19 | 0.17-0.20 | 52 | 20 | 0.489 | 0.489 | 0.498"
+    assert "| `nocomm` | 280 | 275-290 |  | 1.00 | 1.00-1.00 | 0.15 | 0.14-0.16 |  |  |  | 0.000 |  | 0.000 |" in page
+    powersgd = "351 | 340-361 | 372 | 1.25 | 1.20-1.30 | 0.19 | 0.17-0.20 | 0.25 | 52 | 20 | 0.489 | 0.489 | 0.498"
     assert f"| `powersgd:rank=4` | {powersgd} |" in page
     assert "python -m benchmarks.parity --seeds 0 1 2" in page
     assert "| `ddp` | 3 | 2.8333 |  |  |  |  | 70 |" in page
