@@ -1,6 +1,5 @@
 """Which plan: the fastest that the quality allows, and why."""
 
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,7 @@ from commopt.plan import Plan
 from commopt.policy.cost import Prediction, Workload, predict
 
 WORTH = 0.03  # of a step that another plan has to save: a change is not free, and a prediction not exact
-WORTH_COMPRESSING = 0.08  # the same, for compressing at all: never slower than no compression
+WORTH_COMPRESSING = 0.05  # the same, for compressing at all: never slower than no compression
 LEAST = 0.02  # of a step that another size of messages has to save
 MESSAGES = (1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes; the largest bounds the memory
 REFINED = 3  # compressors whose messages are looked at more closely
@@ -66,10 +65,11 @@ def choose(
     """The fastest plan of ``compressors`` and no compression; ``current`` where it is allowed and nearly as fast.
 
     Args:
-        experience: measured over predicted step, of compressors that were in use. Others take the median of these.
+        experience: measured over predicted step, of compressors that were in use. Others are expected to do as well
+            as the best of these: whether they do is seen when they are tried.
     """
     known = dict(experience or {})
-    usual = statistics.median(known.values()) if known else 1.0
+    usual = min(known.values(), default=1.0)
 
     def cost(plan: Plan) -> Prediction:
         predicted = predict(plan, workload, network, machine)

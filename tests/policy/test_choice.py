@@ -90,8 +90,8 @@ def test_what_is_in_use_stays_while_it_is_nearly_as_fast() -> None:
 def test_compressing_has_to_save_more_than_a_little() -> None:
     compressed = of(chosen(allowed("safe")), "int4").plan
     for current in (NONE, compressed):
-        assert biased(current, "none", 1 / 0.93).best.plan == NONE
-        assert biased(current, "none", 1 / 0.90).best.plan.compressor.name in SMALLEST
+        assert biased(current, "none", 1 / 0.96).best.plan == NONE
+        assert biased(current, "none", 1 / 0.94).best.plan.compressor.name in SMALLEST
 
 
 def test_experience_corrects_what_was_predicted() -> None:
@@ -102,11 +102,11 @@ def test_experience_corrects_what_was_predicted() -> None:
     assert of(corrected, "int4").step == pytest.approx(10 * of(first, "int4").step)
 
 
-def test_what_was_never_in_use_takes_the_usual_correction() -> None:
+def test_what_was_never_in_use_is_expected_to_do_as_well_as_the_best() -> None:
     first = chosen(allowed("safe"))
     known: dict[Compressor, float] = {NONE.compressor: 1.5, create("int8"): 2.0, create("bf16"): 7.0}
     corrected = chosen(allowed("safe"), experience=known)
-    assert of(corrected, "int4").step == pytest.approx(2.0 * of(first, "int4").step)
+    assert of(corrected, "int4").step == pytest.approx(1.5 * of(first, "int4").step)
     assert corrected.uncompressed.step == pytest.approx(1.5 * first.uncompressed.step)
 
 
