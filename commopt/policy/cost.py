@@ -142,7 +142,7 @@ def play(journeys: Sequence[Journey], compute: float, steal: float, cpu_share: f
         if computing:
             done += step * shared
             if done >= compute - 1e-12:
-                computed = time
+                done, computed = compute, time
         for m in speed:
             left[m] -= step * speed[m]
             if left[m] > 1e-12:
