@@ -39,13 +39,12 @@ def network_of(wire: Wire, device: torch.device, budget: float = 2.0) -> Network
     if wire.world == 1:
         return probing.probe(wire, device, budget)
     identities = probing.identify(wire, device)
-    path = _path(identities, wire)
-    network = _parse(from_rank_zero(wire, _read(path) if wire.rank == 0 else "", device))
+    path = _path(identities, wire) if wire.rank == 0 else None
+    network = _parse(from_rank_zero(wire, _read(path), device))
     if network and network.hosts == probing.number_hosts(identities) and still_true(network, wire, device):
         return network
     network = probing.probe(wire, device, budget)
-    if wire.rank == 0:
-        _write(path, network)
+    _write(path, network)
     return network
 
 
@@ -77,18 +76,23 @@ def _path(identities: list[str], wire: Wire) -> Path | None:
         release = "(not installed)"
     nodes = sorted((identity.split(" ")[0], count) for identity, count in ranks)
     key = json.dumps([nodes, dist.get_backend(wire.group), release])
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "commopt")
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "commopt")
+    except RuntimeError:  # a user without a home, as in some containers
+        return None
     return folder / f"network-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _read(path: Path | None) -> str:
     """The text of a network that is not too old; empty if there is none."""
-    if path is None or not path.exists():
+    if path is None:
         return ""
     try:
         kept = json.loads(path.read_text())
         Network.from_plain(kept["network"])
         age = time.time() - float(kept["time"])
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         _warn(f"{path} is ignored, and written anew: {error}")
         return ""
