@@ -17,7 +17,7 @@ from commopt.plan import Plan
 
 
 class Scratch:
-    """Buffers that are used again by the next message. Messages are exchanged one after the other."""
+    """Buffers that are used again by the next message of a lane, which has one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -96,7 +96,7 @@ class Network:
         return cls(hosts, links, collectives, cpu_share, piece)
 
     def scaled(self, factor: float) -> "Network":
-        """Where everything takes ``factor`` times as long."""
+        """Where collectives take ``factor`` times as long."""
         return replace(self, collectives={op: curve.scaled(factor) for op, curve in self.collectives.items()})
 
 
