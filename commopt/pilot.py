@@ -95,6 +95,8 @@ class Pilot:
         self._examine = examine
         self._steadiness = Steadiness()
         self._steps = 0
+        self._wire = Wire(engine.wire.group)  # what is measured is no part of the exchange
+        self._flown = engine.plan
         self._seen: deque[Seen] = deque(maxlen=EVERY)
         self._buckets: list[Bucket] = []
         self._beside: dict[Plan, float] = {}  # of rank 0: by what collectives take longer beside backward
@@ -110,7 +112,7 @@ class Pilot:
 
     def workload(self) -> Workload | None:
         """What training does between exchanges, by the steps since the last look; None before any was seen."""
-        return self._workload(self._shared(self._engine.wire)) if self._seen else None
+        return self._workload(self._shared()) if self._seen else None
 
     def close(self) -> None:
         """The plan stays as it is."""
@@ -125,7 +127,7 @@ class Pilot:
         nbytes = sum(shape.numel() * dtypes[name].itemsize for name, shape in shapes.items())
         if self._examine is None and self._glance(nbytes) < LIMIT:
             return
-        network, machine = self._measure(engine.wire)
+        network, machine = self._measure()
         if self._examine is not None:
             return
         kinds = dict.fromkeys(dtypes.values())
@@ -140,7 +142,7 @@ class Pilot:
 
     def _glance(self, nbytes: int) -> float:
         """About how long so many bytes take to be summed."""
-        wire, piece = self._engine.wire, torch.zeros(1 << 16, device=self._device)
+        wire, piece = self._wire, torch.zeros(1 << 16, device=self._device)
         seconds = []
         for _ in range(3):
             before = wire.seconds
@@ -149,14 +151,14 @@ class Pilot:
         took = torch.tensor([min(seconds)], dtype=torch.float64, device=self._device)
         return float(wire.all_reduce(took, dist.ReduceOp.MAX)) * nbytes / piece.nbytes
 
-    def _measure(self, wire: Wire) -> tuple[Network, Machine]:
+    def _measure(self) -> tuple[Network, Machine]:
         if self.network is None or self.machine is None:
-            self.network = network_of(wire, self._device)
+            self.network = network_of(self._wire, self._device)
             self._beside.clear()
+            self._experience.clear()
             self._engine.set_pieces(self.network.piece)
             compressors = (Plan.uncompressed().compressor, *allowed(self._quality))
-            self.machine = measure_codecs(compressors, self._device, wire)
-            self._engine.restart_clock()
+            self.machine = measure_codecs(compressors, self._device, self._wire)
         return self.network, self.machine
 
     def _remember(self, record: StepRecord) -> None:
@@ -164,13 +166,16 @@ class Pilot:
         buckets = [bucket for bucket, _ in ready]
         if [bucket.names for bucket in buckets] != [bucket.names for bucket in self._buckets]:
             self._seen.clear()
+        if self._engine.plan != self._flown:  # figures of several plans would be those of none
+            self._seen.clear()
+        self._flown = self._engine.plan
         self._buckets = buckets
         tail = record.step_seconds - ready[-1][1] - record.exposed_seconds
         times = tuple(seconds for _, seconds in ready)
         seconds = record.exchange_seconds, record.wire_seconds, record.codec_seconds, record.step_seconds
         self._seen.append(Seen(times, max(tail, 0.0), *seconds))
 
-    def _shared(self, wire: Wire) -> Seen:
+    def _shared(self) -> Seen:
         """Medians over the steps since the last look, of the slowest rank; the wire's of the one that waited least."""
         columns = zip(*(seen.ready for seen in self._seen), strict=True)
         ready = [statistics.median(column) for column in columns]
@@ -178,7 +183,7 @@ class Pilot:
         rest = [statistics.median(getattr(seen, key) for seen in self._seen) for key in keys]
         least = -statistics.median(seen.wire for seen in self._seen)
         mine = torch.tensor([*ready, *rest, least], dtype=torch.float64, device=self._device)
-        *ready, tail, exchange, codec, step, least = wire.all_reduce(mine, dist.ReduceOp.MAX).tolist()
+        *ready, tail, exchange, codec, step, least = self._wire.all_reduce(mine, dist.ReduceOp.MAX).tolist()
         return Seen(tuple(ready), tail, exchange, -least, codec, step)
 
     def _workload(self, seen: Seen) -> Workload:
@@ -207,22 +212,22 @@ class Pilot:
             return self._steps == self._examine
         return self._steps >= FIRST and not (self._steps - FIRST) % EVERY
 
-    def _look(self, wire: Wire) -> None:
+    def _look(self) -> None:
         """At the end of a step's exchange, beside the caller: ranks that do nothing but exchange take part, too."""
         self._steps += 1
         if not self._due():
             return
         # Ranks have seen the same buckets; those that joined early (DDP's join) may have seen fewer steps.
         knows = torch.tensor([bool(self._seen) and any(bucket.compressible for bucket in self._buckets)])
-        if not wire.all_reduce(knows.to(self._device, torch.int32), dist.ReduceOp.MIN):
+        if not self._wire.all_reduce(knows.to(self._device, torch.int32), dist.ReduceOp.MIN):
             return
-        seen = self._shared(wire)
-        if self.network is None and seen.exposed < MATTERS:
+        seen, engine = self._shared(), self._engine
+        if self.network is None and engine.configured.lossless and seen.exposed < MATTERS:
             self._explain(f"do nothing: {seen.exposed:.0%} of a step is exposed communication")
             return
-        network, machine = self._measure(wire)
-        text = self._decision(seen, network, machine) if wire.rank == 0 else ""
-        told: dict[str, Any] = json.loads(from_rank_zero(wire, text, self._device))
+        network, machine = self._measure()
+        text = self._decision(seen, network, machine) if self._wire.rank == 0 else ""
+        told: dict[str, Any] = json.loads(from_rank_zero(self._wire, text, self._device))
         if "failed" in told:  # training is worth more than a better plan
             self._explain(f"the plan stays as it is, for the policy failed on rank 0: {told['failed']}")
             logger.error(self.explanation)

@@ -71,7 +71,7 @@ class Engine:
         self.record: StepRecord | None = None  # of the last finished step
         self.ready: list[tuple[Bucket, float]] = []  # of that step: seconds from its begin until a bucket was ready
         self.expected: float | None = None  # seconds that a step was predicted to take
-        self.after_vote: Callable[[Wire], None] | None = None  # called at the end of each step's exchange, on all ranks
+        self.after_vote: Callable[[], None] | None = None  # called at the end of each step's exchange, on all ranks
         self.pledge = ""  # what was decided of the last step outside of the vote; ranks compare it in the next one
         self.disabled = False  # whether compression is switched off, the same on all ranks
         self._adaptive = adaptive
@@ -123,7 +123,7 @@ class Engine:
         self._path.watch(arrival, self.plan)
         for message in self._cutter.cut(arrival):
             step.layout.append(message.names)
-            self._executor.submit(partial(self._job, message))
+            self._executor.submit(partial(self._job, message, step))
         return arrival.future
 
     def finish_step(self) -> bool:
@@ -159,6 +159,7 @@ class Engine:
         """Commits what the last finished step staged. The next step does so by itself."""
         step, self._step = self._step, Step(self._step.number, layout=self._step.layout)
         if not step.ended:
+            self._executor.wait()
             self.residuals.discard()  # backward did not come to its end
             self._fidelity.discard()
             return
@@ -327,7 +328,7 @@ class Engine:
 
     def _measure(self, step: Step, result: Result) -> StepRecord:
         now, totals, before = time.perf_counter(), self.stats(), self._before
-        seconds, self._clock, self._before = now - self._clock, now, totals
+        seconds, self._clock, self._before = now - self._clock - step.looked, now, totals
         samples, self._samples = self._samples, None
         began, self._began = self._began, self._executor.mark()
         self.ready = [(arrival.bucket, self._executor.seconds(began, mark)) for arrival, mark in step.arrivals]
@@ -369,8 +370,7 @@ class Engine:
 
     # The executor's side
 
-    def _job(self, message: Message, turn: Turn) -> None:
-        step = self._step
+    def _job(self, message: Message, step: Step, turn: Turn) -> None:
         self._attempt(message, partial(self._path.run, message, step, turn))
         whole = [arrival for arrival in message.carries if arrival.part_done()]
         for arrival in whole:
@@ -398,8 +398,10 @@ class Engine:
         now, seconds = self._executor.mark(), self._executor.seconds
         step.span = seconds(step.arrivals[0][1], now)
         step.exposed = seconds(step.arrivals[-1][1], now)
-        if self.after_vote is not None:
-            self.after_vote(wire)
+        if self.after_vote is not None and step.error is None:
+            start = time.perf_counter()
+            self.after_vote()
+            step.looked = time.perf_counter() - start
 
     def _vote(self, step: Step, wire: Wire) -> None:
         """The last word of a step; what is decided here holds on all ranks from the next step on."""

@@ -54,6 +54,9 @@ class Executor(Protocol):
     def seconds(self, start: Any, end: Any) -> float:
         """From one mark to another, when all that was before them is done."""
 
+    def wait(self) -> None:
+        """Waits for all jobs."""
+
     def abandon(self) -> None:
         """No job may use the wire any more."""
 
@@ -141,6 +144,9 @@ class ThreadExecutor:
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
+    def wait(self) -> None:
+        ThreadTurn(self._submitted, self._progress).join()
+
     def abandon(self) -> None:
         self._progress.abandoned = True
 
@@ -199,12 +205,15 @@ class StreamExecutor:
         end.synchronize()  # the vote, which read its result, has waited for all but this event
         return float(start.elapsed_time(end)) / 1e3
 
+    def wait(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
     def abandon(self) -> None:
         pass
 
     def close(self) -> None:
-        for stream in self._streams:
-            stream.synchronize()
+        self.wait()
 
 
 def make_executor(device: torch.device) -> Executor:

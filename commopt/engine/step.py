@@ -50,6 +50,7 @@ class Step:
     notes: list[str] = field(default_factory=list)
     exposed: float = 0.0
     span: float = 0.0
+    looked: float = 0.0  # seconds that were spent on the choice of a plan
     result: Result | None = None
     fidelity: tuple[float, float] | None = None  # cosine and sign agreement
     ended: bool = False

@@ -117,11 +117,12 @@ class Handle:
         classes = {name: class_of(shape, name in embeddings) for name, shape in shapes.items()}
         self.engine = Engine(plan, shapes, device, group, scale, config.checked, classes, config.automatic)
         self.pilot: Pilot | None = None
-        self._rate: float | None = None
+        self._rates: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()  # of learning
         self.judge: Callable[[StepRecord], bool] | None = None
         self._removals: list[Callable[[], None]] = []
         try:
-            check_agreement(self.engine.wire, _facts(plan, config, trained, self._scaler), device)
+            facts = {"doctor": repr(self._doctor)} | _facts(plan, config, trained, self._scaler)
+            check_agreement(self.engine.wire, facts, device)
             if config.automatic:
                 dtypes = {name: trained[name].dtype for name in shapes}
                 examine = self._doctor.steps if self._doctor else None
@@ -161,6 +162,8 @@ class Handle:
 
     def explain(self) -> str:
         """Why gradients travel as they do."""
+        if self.engine.disabled or self.engine.restraint is None:
+            return "uncompressed: compression is switched off, by the user or by the guard."
         if self.pilot is not None:
             return self.pilot.explanation
         return f"{describe(self.engine.configured)}: as the user chose."
@@ -221,7 +224,7 @@ class Handle:
         usable = self.engine.finish_step()
         record = self.engine.record
         if self.pilot is not None and record is not None:
-            self.pilot.end_step(record, self._rate)
+            self.pilot.end_step(record, max(self._rates.values(), default=None))
             if self._doctor is not None and self._backwards >= self._doctor.steps:
                 self.close()
                 end(self._doctor, self.pilot, record, self.engine.wire.rank, self.engine.wire.world)
@@ -260,7 +263,7 @@ class Handle:
         """Not before it: a trainer may run the backward in a closure that it passes to the step."""
         if all(p.grad is None for p in self._mine(optimizer)):
             return
-        self._rate = max(float(group.get("lr", 0.0)) for group in optimizer.param_groups)
+        self._rates[optimizer] = max(float(group.get("lr", 0.0)) for group in optimizer.param_groups)
         if self._steps_of_optimizer.get(optimizer, 0) == self._backwards:
             self.engine.say_once(
                 "an optimizer stepped although no gradient was exchanged since its last step, so ranks drift apart. "

@@ -82,8 +82,9 @@ def choose(
     now, plain = cost(current), cost(Plan.uncompressed())
     best = looked_at[0]
     permitted = {plan.compressor for plan in plans}
-    if plain.step <= best.step / (1 - WORTH_COMPRESSING):
-        best = plain
+    bar = WORTH_COMPRESSING if current.lossless else WORTH_COMPRESSING - WORTH
+    if not best.plan.lossless and plain.step <= best.step / (1 - bar):
+        best = now if current.lossless else plain
     elif current.compressor in permitted and now.step <= best.step / (1 - WORTH):
         best = now
     return Choice(best, now, plain, tuple(looked_at), _reason(best, plain, looked_at))

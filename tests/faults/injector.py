@@ -93,11 +93,11 @@ class Faults:
                 self.struck[fault.kind] += 1
         return due
 
-    def _on_job(self, message: Message, turn: Turn) -> None:
+    def _on_job(self, message: Message, under_way: Step, turn: Turn) -> None:
         buffer, step = message.carries[0].bucket.buffer, self._engine.step
         for fault in self._due("gradient") + self._due("contribution", message.last):
             fault.strike(buffer)
-        self._job(message, turn)
+        self._job(message, under_way, turn)
         if message.last:  # what found no codec does not wait for a step of this number after a roll-back
             self._armed = [fault for fault in self._armed if fault.step != step]  # the engine may be in the next one
 
