@@ -117,6 +117,13 @@ FIGURES = (
     Figure("fusion", "The size of messages", FUSION_COLUMNS, fusion, ()),
     Figure("follow", "A link that is halved in mid-training, and restored", FOLLOW_COLUMNS, follow, ()),
     Figure("parity", "Validation loss", PARITY_COLUMNS, parity, ()),
+    Figure(
+        "parity-int3",
+        "Validation loss of int3, on seeds that nothing was tuned on",
+        PARITY_COLUMNS,
+        parity,
+        ("--variants", "int3", "--seeds", "3", "4", "5"),
+    ),
     Figure("fidelity", "What arrives of the true gradient", FIDELITY_COLUMNS, fidelity, ()),
     Figure("divergence", "Runs that a compressor spoils", DIVERGENCE_COLUMNS, divergence, ()),
     Figure("soak", "A run full of faults", SOAK_COLUMNS, soak, ("--seeds", "0", "1", "2")),
