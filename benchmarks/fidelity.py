@@ -118,9 +118,7 @@ def main() -> int:
         setup = {"ranks": RANKS, "model": args.model, "batch": batch, "steps": args.steps, "optimizer": optimizer}
         command = results.command("benchmarks.fidelity")
         result = {"command": command, "conditions": {**results.conditions(), **setup}, "runs": runs}
-        results.show("", HEADERS, rows(result))
-        if args.json:
-            results.write(args.json, result)
+        results.publish("", HEADERS, rows(result), result, args.json)
     dist.destroy_process_group()
     return 0
 

@@ -150,9 +150,7 @@ def main() -> int:
             "conditions": {**results.conditions(), **setup},
             "runs": summary(seen),
         }
-        results.show("", HEADERS, rows(result))
-        if args.json:
-            results.write(args.json, result)
+        results.publish("", HEADERS, rows(result), result, args.json)
     dist.destroy_process_group()
     return 0
 

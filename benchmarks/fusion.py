@@ -8,7 +8,6 @@ DDP is wrapped once, with buckets of 0.1 MB, and the plan alone changes from tur
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ import commopt
 from benchmarks import results
 from benchmarks.variants import TIMEOUT
 from commopt.errors import CommOptError
-from commopt.lab import NetLab
+from commopt.lab import NetLab, on_each_host
 from commopt.plan import Plan
 from commopt.policy.choice import MESSAGES
 from recipes.gpt.train import GPT, SIZES, batches, load_text, next_token_loss
@@ -145,19 +144,15 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     if "RANK" not in os.environ:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
-            with NetLab(args.hosts, args.rate, delay=args.delay) as lab:
-                return lab.run([sys.executable, "-m", "benchmarks.fusion", *sys.argv[1:]])
+            return on_each_host("benchmarks.fusion", NetLab(args.hosts, args.rate, delay=args.delay))
         except CommOptError as error:
             print(f"fusion: {error}", file=sys.stderr)
             return 2
     dist.init_process_group("gloo", timeout=TIMEOUT)
     result = measure(args)
     if dist.get_rank() == 0:
-        results.show("messages", HEADERS, rows(result))
-        if args.json:
-            results.write(args.json, result)
+        results.publish("messages", HEADERS, rows(result), result, args.json)
     dist.destroy_process_group()
     return 0
 

@@ -175,9 +175,7 @@ def main() -> int:
         setup |= {"rounds": args.rounds, "steps a round": args.steps}
         command = results.command("benchmarks.overhead")
         result = {"command": command, "conditions": {**results.conditions(), **setup}, "found": found}
-        results.show("", HEADERS, rows(result))
-        if args.json:
-            results.write(args.json, result)
+        results.publish("", HEADERS, rows(result), result, args.json)
     dist.destroy_process_group()
     return 0
 

@@ -65,6 +65,13 @@ def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     console.print(table)
 
 
+def publish(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], result: Any, path: Path | None) -> None:
+    """Shows the table of a result, and writes the result if there is a path."""
+    show(title, headers, rows)
+    if path is not None:
+        write(path, result)
+
+
 def write(path: Path, result: Mapping[str, Any]) -> None:
     """Writes JSON so that a reader, or a killed writer, never leaves half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ Under a launcher that sets RANK and WORLD_SIZE, such as torchrun, it measures th
 
 import argparse
 import os
-import signal
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from torch import Tensor
 from benchmarks import results
 from benchmarks.variants import TIMEOUT, Variant
 from commopt.errors import CommOptError
-from commopt.lab import open_lab
+from commopt.lab import on_each_host, open_lab
 from commopt.policy.cost import predict
 from lightning_commopt import CommOptDDPStrategy
 from recipes.gpt.train import GPT, SIZES, batches, load_text, next_token_loss
@@ -235,10 +234,8 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     if "RANK" not in os.environ:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
-            with open_lab(args.hosts, args.rate) as lab:
-                return lab.run([sys.executable, "-m", "benchmarks.steptime", *sys.argv[1:]])
+            return on_each_host("benchmarks.steptime", open_lab(args.hosts, args.rate))
         except CommOptError as error:
             print(f"steptime: {error}", file=sys.stderr)
             return 2
@@ -246,9 +243,7 @@ def main() -> int:
     result = measure(args)
     if dist.get_rank() == 0:
         title = f"{result['conditions']['hosts']} hosts, {result['conditions']['rate']}"
-        results.show(title, HEADERS, rows(result))
-        if args.json:
-            results.write(args.json, result)
+        results.publish(title, HEADERS, rows(result), result, args.json)
     dist.destroy_process_group()
     return 0
 

@@ -51,7 +51,10 @@ class Residuals:
 
     def _move(self, layout: Layout) -> Slot:
         names = set(layout.names)
-        self._slots = {key: other for key, other in self._slots.items() if names.isdisjoint(key)}
+        for key in [key for key in self._slots if not names.isdisjoint(key)]:
+            del self._slots[key]
+            for name in set(key) - names:  # or its view would hold the whole buffer
+                self._final[name] = self._final[name].clone()
         slot = self._slots[layout.names] = Slot(layout, self._device)
         for name, view in zip(layout.names, layout.views(slot.front), strict=True):
             if name in self._final:  # not if it was frozen after DDP had wrapped the model

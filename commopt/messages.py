@@ -16,6 +16,7 @@ from torch.futures import Future
 from commopt.plan import Plan, TensorClass
 
 ANY: TensorClass = "matrix"  # where classes make no difference
+CLASSES: tuple[TensorClass, ...] = (ANY, "embedding", "small")
 LANES = 2  # messages under way at a time: one on the wire, one in a codec
 
 
@@ -127,22 +128,27 @@ class Message:
 
 
 class Cutter:
-    """Cuts the buckets of one step into messages, alike on all ranks.
+    """Cuts the buckets of a step into messages, alike on all ranks. Made for a plan, and told when a step begins.
 
     Args:
         plan: how gradients travel.
         classes: the class of each parameter, by name.
-        layout: names a message, of an earlier step: a step that arrives as one bucket is cut so.
     """
 
-    def __init__(self, plan: Plan, classes: Mapping[str, TensorClass], layout: Sequence[Sequence[str]] = ()) -> None:
-        self._plan = plan
-        self._classes = classes
+    def __init__(self, plan: Plan, classes: Mapping[str, TensorClass]) -> None:
+        self.plan = plan
+        self._parts = {kind: plan.of(kind) for kind in CLASSES}
+        # Classes that travel alike are one: the first of them.
+        alike = {kind: next(k for k in CLASSES if self._parts[k] == self._parts[kind]) for kind in CLASSES}
+        self._of: dict[str, TensorClass] = {name: alike[kind] for name, kind in classes.items() if alike[kind] != ANY}
+        self.begin()
+
+    def begin(self, layout: Sequence[Sequence[str]] = ()) -> None:
+        """A step begins. ``layout``: names a message, of an earlier step: a step that arrives as one bucket is cut
+        so."""
         self._layout = layout
         self._open: dict[tuple[TensorClass, torch.dtype], Message] = {}
         self._count = 0
-        differ = {kind: plan.of(kind) for kind in ("matrix", "embedding", "small")}
-        self._of: dict[str, TensorClass] = {name: kind for name, kind in classes.items() if differ[kind] != differ[ANY]}
 
     def cut(self, arrival: Arrival) -> list[Message]:
         """The messages that are complete with this bucket."""
@@ -167,7 +173,7 @@ class Cutter:
         return cut
 
     def _cut(self, arrival: Arrival) -> list[Message]:
-        bucket, limit, cut = arrival.bucket, self._plan.message_bytes, []
+        bucket, limit, cut = arrival.bucket, self.plan.message_bytes, []
         if limit is None and not self._of:
             message = self._message(ANY)
             for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
@@ -196,7 +202,7 @@ class Cutter:
         return cut
 
     def _message(self, kind: TensorClass | None) -> Message:
-        return Message(0, None if kind is None else self._plan.of(kind))
+        return Message(0, None if kind is None else self._parts[kind])
 
 
 def _named(names: Sequence[str]) -> str:

@@ -137,8 +137,11 @@ class Pilot:
             for names, kind in zip(parts, kinds, strict=True)
         )
         workload = Workload(ready, 0.0, self._classes)
-        plan = cold_start(allowed(self._quality, gentle=True), workload, network, machine)
-        self._change(plan, f"first steps, of what the network alone lets expect: {describe(plan)}", None)
+        compressors = allowed(self._quality, gentle=True)
+        told = self._told(lambda: cold_start(compressors, workload, network, machine).to_plain())
+        if told is not None:
+            plan = Plan.from_plain(told)
+            self._change(plan, f"first steps, of what the network alone lets expect: {describe(plan)}", None)
 
     def _glance(self, nbytes: int) -> float:
         """About how long so many bytes take to be summed."""
@@ -223,15 +226,11 @@ class Pilot:
             return
         seen, engine = self._shared(), self._engine
         if self.network is None and engine.configured.lossless and seen.exposed < MATTERS:
-            self._explain(f"do nothing: {seen.exposed:.0%} of a step is exposed communication")
+            self.explanation = f"do nothing: {seen.exposed:.0%} of a step is exposed communication"
             return
         network, machine = self._measure()
-        text = self._decision(seen, network, machine) if self._wire.rank == 0 else ""
-        told: dict[str, Any] = json.loads(from_rank_zero(self._wire, text, self._device))
-        if "failed" in told:  # training is worth more than a better plan
-            self._explain(f"the plan stays as it is, for the policy failed on rank 0: {told['failed']}")
-            logger.error(self.explanation)
-            self.close()
+        told = self._told(lambda: self._decide(seen, network, machine))
+        if told is None:
             return
         self.factor = told["factor"]
         if told["again"]:
@@ -239,13 +238,23 @@ class Pilot:
         self._change(Plan.from_plain(told["plan"]), told["reason"], told["expected"])
         self._seen.clear()
 
-    def _decision(self, seen: Seen, network: Network, machine: Machine) -> str:
-        try:
-            return self._decide(seen, network, machine)
-        except Exception as error:  # the others wait for a word
-            return json.dumps({"failed": f"{type(error).__name__}: {error}"})
+    def _told(self, decide: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """What rank 0 decides, on every rank. None where it could not: training is worth more than a better plan."""
+        text = ""
+        if self._wire.rank == 0:
+            try:
+                text = json.dumps(decide())
+            except Exception as error:  # the others wait for a word
+                text = json.dumps({"failed": f"{type(error).__name__}: {error}"})
+        told: dict[str, Any] = json.loads(from_rank_zero(self._wire, text, self._device))
+        if "failed" not in told:
+            return told
+        self.explanation = f"the plan stays as it is, for the policy failed on rank 0: {told['failed']}"
+        logger.error(self.explanation)
+        self.close()
+        return None
 
-    def _decide(self, seen: Seen, network: Network, machine: Machine) -> str:
+    def _decide(self, seen: Seen, network: Network, machine: Machine) -> dict[str, Any]:
         """On rank 0: what all are told."""
         engine, workload = self._engine, self._workload(seen)
         current, reason = engine.configured, ""
@@ -265,15 +274,13 @@ class Pilot:
         self.choice = choose(current, compressors, workload, network, machine, self._experience)
         self.measured = seen, workload
         plan = self.choice.best.plan
-        return json.dumps(
-            {
-                "plan": plan.to_plain(),
-                "reason": self.choice.reason + reason,
-                "expected": self.choice.best.step,
-                "factor": self.factor,
-                "again": self._again,
-            }
-        )
+        return {
+            "plan": plan.to_plain(),
+            "reason": self.choice.reason + reason,
+            "expected": self.choice.best.step,
+            "factor": self.factor,
+            "again": self._again,
+        }
 
     def _follow(self, plan: Plan, ratio: float) -> bool:
         """Takes in seconds on the wire over those that the probe lets expect. Whether the link has become slower, or is
@@ -295,14 +302,11 @@ class Pilot:
 
     def _change(self, plan: Plan, reason: str, expected: float | None) -> None:
         engine = self._engine
-        self._explain(reason)
+        self.explanation = reason
         if self._examine is not None:
             return
-        engine.expected = expected
+        engine.expected = None if expected is None else (plan, expected)
         if plan != engine.configured:
             engine.configure(plan)
             logger.info("step %d: %s", engine.step, reason)
             self.tell(engine.step, reason)
-
-    def _explain(self, reason: str) -> None:
-        self.explanation = reason

@@ -109,18 +109,23 @@ def test_an_empty_bucket_names_all_that_it_is_of() -> None:
 def test_a_step_in_one_bucket_is_cut_as_an_earlier_one() -> None:
     layout = [["c"], ["a", "b"]]
     arrival = bucket(0, {"a": (3,), "b": (3,), "c": (3,)}, last=True)
-    cut = Cutter(fused(1), {}, layout).cut(arrival)
+    cutter = Cutter(fused(1), {})
+    cutter.begin(layout)
+    cut = cutter.cut(arrival)
     assert names(cut) == layout
     assert [message.last for message in cut] == [False, True]
     assert cut[0].gradients[0].tolist() == [6, 7, 8]
     classes: dict[str, TensorClass] = {"c": "small", "a": "matrix", "b": "matrix"}
-    by_class = Cutter(fused(None, small=NONE), classes, layout).cut(arrival)
+    cutter = Cutter(fused(None, small=NONE), classes)
+    cutter.begin(layout)
+    by_class = cutter.cut(arrival)
     assert [message.plan for message in by_class] == [NONE, INT8]
 
 
 def test_a_layout_of_other_names_is_left_aside() -> None:
-    cut = Cutter(INT8, {}, [["a"], ["z"]]).cut(bucket(0, {"a": (3,), "b": (3,)}, last=True))
-    assert names(cut) == [["a", "b"]]
+    cutter = Cutter(INT8, {})
+    cutter.begin([["a"], ["z"]])
+    assert names(cutter.cut(bucket(0, {"a": (3,), "b": (3,)}, last=True))) == [["a", "b"]]
 
 
 def test_a_message_has_the_memory_of_its_bucket_where_that_is_in_one_piece() -> None:
@@ -203,3 +208,17 @@ def test_each_gradient_is_in_one_message(
     if plan.message_bytes is not None:
         open_ones = [m for m in messages if m.plan is not None and m.nbytes < plan.message_bytes]
         assert len(open_ones) <= 4  # at most one of each class and dtype, at the end
+
+
+def test_classes_that_travel_alike_share_messages() -> None:
+    plan = Plan(create("int8"), False, small=NONE, embedding=NONE, message_bytes=1000)
+    cutter = Cutter(plan, {"s": "small", "e": "embedding", "m": "matrix"})
+    assert names(cutter.cut(bucket(0, {"s": (3,), "m": (4, 4), "e": (5, 2)}, last=True))) == [["s", "e"], ["m"]]
+
+
+def test_a_step_that_was_given_up_leaves_nothing_behind() -> None:
+    cutter = Cutter(fused(1000), {})
+    assert cutter.cut(bucket(0, {"a": (3,)})) == []
+    cutter.begin()
+    (message,) = cutter.cut(bucket(0, {"b": (3,)}, last=True))
+    assert (message.index, message.names) == (0, ["b"])

@@ -70,7 +70,7 @@ class Engine:
         self.residuals = Residuals(shapes if plan.keeps_residuals else {}, device)
         self.record: StepRecord | None = None  # of the last finished step
         self.ready: list[tuple[Bucket, float]] = []  # of that step: seconds from its begin until a bucket was ready
-        self.expected: float | None = None  # seconds that a step was predicted to take
+        self.expected: tuple[Plan, float] | None = None  # seconds that a step with a plan was predicted to take
         self.after_vote: Callable[[], None] | None = None  # called at the end of each step's exchange, on all ranks
         self.pledge = ""  # what was decided of the last step outside of the vote; ranks compare it in the next one
         self.disabled = False  # whether compression is switched off, the same on all ranks
@@ -319,7 +319,9 @@ class Engine:
         self.plan = plan
         self._step = Step(self._step.number + 1)
         layout, self._resumed_layout = self._resumed_layout, []
-        self._cutter = Cutter(plan, self._classes, layout)
+        if plan != self._cutter.plan:
+            self._cutter = Cutter(plan, self._classes)
+        self._cutter.begin(layout)
         if self._loss_scale is not None:
             scale = self._loss_scale()
             if self._step.number > 0 and scale != self._path.scale:
@@ -351,7 +353,7 @@ class Engine:
             cosine=step.fidelity[0] if step.fidelity else None,
             sign_agreement=step.fidelity[1] if step.fidelity else None,
             residual_ratio=step.residual_ratio(),
-            predicted_seconds=self.expected,
+            predicted_seconds=self.expected[1] if self.expected and self.expected[0] == self.plan else None,
         )
 
     def _lost(self, message: Message, error: Exception) -> ExchangeError:

@@ -14,20 +14,14 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from commopt.collectives.wire import WireError
+from commopt.collectives import wire
 from commopt.messages import LANES
 
 
-class Turn(Protocol):
+class Turn(wire.Turn, Protocol):
     """Given to a job: where it runs, and when it may use the wire."""
 
     lane: int
-
-    def take(self) -> None:
-        """Waits until all earlier jobs have passed the wire on."""
-
-    def give(self) -> None:
-        """Passes the wire on to the next job."""
 
     def join(self) -> None:
         """Waits until all earlier jobs have ended."""
@@ -76,7 +70,7 @@ class ThreadTurn:
         with self._state.changed:
             self._state.changed.wait_for(lambda: self._state.on_wire >= self._number)
         if self._state.abandoned:
-            raise WireError("the exchange was given up")
+            raise wire.WireError("the exchange was given up")
 
     def give(self) -> None:
         with self._state.changed:

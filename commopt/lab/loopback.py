@@ -92,10 +92,15 @@ class Loopback:
 
 
 def on_each_rank(module: str, ranks: int) -> int:
-    """Runs ``python -m module`` with the arguments of this process, once a rank; the exit status. Whoever ends this
+    """`on_each_host` of a loopback."""
+    return on_each_host(module, Loopback(ranks))
+
+
+def on_each_host(module: str, lab: Loopback) -> int:
+    """Runs ``python -m module`` with the arguments of this process, once a host; the exit status. Whoever ends this
     process ends them."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with Loopback(ranks) as lab:
+    with lab:
         return lab.run([sys.executable, "-m", module, *sys.argv[1:]])
 
 
