@@ -26,6 +26,7 @@ def make_engine(
     """An engine over a group of its own, as the DDP hook makes it."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     assert isinstance(group, dist.ProcessGroup)
+    dist.barrier()  # a rank that is done at once must not leave while others still connect
     sizes = {name: torch.Size(shape) for name, shape in shapes.items()}
     return Engine(plan, sizes, CPU, group, loss_scale, classes=classes)
 
