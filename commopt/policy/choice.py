@@ -12,6 +12,7 @@ from commopt.policy.cost import Prediction, Workload, predict
 
 WORTH = 0.03  # of a step that another plan has to save: a change is not free, and a prediction not exact
 WORTH_COMPRESSING = 0.05  # the same, for compressing at all: never slower than no compression
+UNTRIED = 0.1  # of a step that a compressor which was never in use may save beyond its prediction
 LEAST = 0.02  # of a step that another size of messages has to save
 MESSAGES = (1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes; the largest bounds the memory
 REFINED = 3  # compressors whose messages are looked at more closely
@@ -66,7 +67,7 @@ def choose(
 
     Args:
         experience: measured over predicted step, of compressors that were in use. Others are expected to do as well
-            as the best of these: whether they do is seen when they are tried.
+            as the best of these, and those that come close are tried: a prediction is not that exact.
     """
     known = dict(experience or {})
     usual = min(known.values(), default=1.0)
@@ -80,12 +81,17 @@ def choose(
     refined = [_fused(seen.plan, cost, MESSAGES[1:], seen) for seen in firsts[:REFINED]]
     looked_at = sorted([*refined, *firsts[REFINED:]], key=lambda seen: seen.step)
     now, plain = cost(current), cost(Plan.uncompressed())
-    best = looked_at[0]
+
+    def hope(seen: Prediction) -> float:
+        untried = known and seen.plan.compressor not in known and seen.step < plain.step
+        return seen.step * (1 - UNTRIED) if untried and not current.lossless else seen.step
+
+    best, fastest = min(looked_at, key=hope), looked_at[0]
     permitted = {plan.compressor for plan in plans}
     bar = WORTH_COMPRESSING if current.lossless else WORTH_COMPRESSING - WORTH
-    if not best.plan.lossless and plain.step <= best.step / (1 - bar):
+    if not fastest.plan.lossless and plain.step <= fastest.step / (1 - bar):
         best = now if current.lossless else plain
-    elif current.compressor in permitted and now.step <= best.step / (1 - WORTH):
+    elif current.compressor in permitted and now.step <= hope(best) / (1 - WORTH):
         best = now
     return Choice(best, now, plain, tuple(looked_at), _reason(best, plain, looked_at))
 

@@ -110,6 +110,20 @@ def test_what_was_never_in_use_is_expected_to_do_as_well_as_the_best() -> None:
     assert corrected.uncompressed.step == pytest.approx(1.5 * first.uncompressed.step)
 
 
+def test_what_comes_close_is_tried_once() -> None:
+    int8, fp8 = create("int8"), create("fp8")  # predicted to be as fast as each other
+    plans = {seen.plan.compressor: seen.plan for seen in chosen((int8, fp8)).looked_at}
+
+    def after(current: Plan, experience: dict[Compressor, float]) -> Plan:
+        return chosen((int8, fp8, create("bf16")), current, experience).best.plan
+
+    assert after(plans[int8], {}) == plans[int8]  # no step was measured yet
+    assert after(plans[int8], {int8: 1.0}) == plans[fp8]  # and not bf16, which is far slower
+    assert after(plans[fp8], {int8: 1.0, fp8: 1.02}) == plans[fp8]
+    assert after(plans[fp8], {int8: 1.0, fp8: 1.05}) == plans[int8]
+    assert after(plans[int8], {int8: 1.0, fp8: 1.05}) == plans[int8]
+
+
 def milliseconds(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"(\d+) ms", text)]
 
