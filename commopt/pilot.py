@@ -24,6 +24,7 @@ from commopt.engine import Engine
 from commopt.messages import Bucket
 from commopt.network.cache import network_of
 from commopt.network.machine import Machine, measure_codecs
+from commopt.network.probe import glance
 from commopt.network.table import Network
 from commopt.plan import Plan, TensorClass
 from commopt.policy.choice import Choice, allowed, choose, cold_start, describe
@@ -125,7 +126,7 @@ class Pilot:
             return
         engine.after_vote = self._look
         nbytes = sum(shape.numel() * dtypes[name].itemsize for name, shape in shapes.items())
-        if self._examine is None and self._glance(nbytes) < LIMIT:
+        if self._examine is None and nbytes / glance(self._wire, self._device) < LIMIT:
             return
         network, machine = self._measure()
         if self._examine is not None:
@@ -142,17 +143,6 @@ class Pilot:
         if told is not None:
             plan = Plan.from_plain(told)
             self._change(plan, f"first steps, of what the network alone lets expect: {describe(plan)}", None)
-
-    def _glance(self, nbytes: int) -> float:
-        """About how long so many bytes take to be summed."""
-        wire, piece = self._wire, torch.zeros(1 << 16, device=self._device)
-        seconds = []
-        for _ in range(3):
-            before = wire.seconds
-            wire.all_reduce(piece)
-            seconds.append(wire.seconds - before)
-        took = torch.tensor([min(seconds)], dtype=torch.float64, device=self._device)
-        return float(wire.all_reduce(took, dist.ReduceOp.MAX)) * nbytes / piece.nbytes
 
     def _measure(self) -> tuple[Network, Machine]:
         if self.network is None or self.machine is None:

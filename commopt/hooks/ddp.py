@@ -19,12 +19,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from commopt.collectives.agreement import check_agreement
+from commopt.collectives.wire import Wire
 from commopt.config import CommOptConfig, Quality
 from commopt.doctor import Request, end
 from commopt.engine import Engine
 from commopt.engine.step import Stats
 from commopt.errors import AttachError
 from commopt.messages import Bucket
+from commopt.network.probe import rough_piece
 from commopt.pilot import Pilot
 from commopt.plan import Plan, class_of
 from commopt.policy.choice import describe
@@ -127,6 +129,8 @@ class Handle:
                 dtypes = {name: trained[name].dtype for name in shapes}
                 examine = self._doctor.steps if self._doctor else None
                 self.pilot = Pilot(self.engine, device, config.quality, shapes, dtypes, classes, examine)
+            elif self.engine.wire.world > 1:
+                self.engine.set_pieces(rough_piece(Wire(group), device))
         except BaseException:
             self.close()
             raise

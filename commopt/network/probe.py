@@ -39,6 +39,7 @@ HOSTS = 8  # links are measured between at most so many hosts, evenly spread ove
 PINGS = 16
 LOOKS, LOOK = 4, 0.02  # how often the size of pieces is fitted, and seconds for each
 PIECE_SECONDS = 4e-3  # that a piece takes on the wire
+GLANCE = 1 << 18  # bytes
 POINTS = 1 + int(math.log2(LAST // FIRST))  # most sizes of a curve
 
 
@@ -80,6 +81,23 @@ def probe(wire: Wire, device: torch.device, budget: float = 2.0) -> Network:
         cpu_share = agree(wire, device)(statistics.fmean(used))
     links = _links(wire, hosts, device, budget * LINKS, collectives["all_gather"])
     return Network(hosts, links, collectives, cpu_share, wire.piece)
+
+
+def glance(wire: Wire, device: torch.device) -> float:
+    """About how many bytes/s are summed over ranks: the best of a few all-reduces, on the slowest rank. Takes
+    milliseconds, and a token bucket can flatter it. Call it on every rank of a group of several."""
+    summed, seconds = torch.zeros(GLANCE // 4, device=device), []
+    for _ in range(LEAST):
+        before = wire.seconds
+        wire.all_reduce(summed)
+        seconds.append(wire.seconds - before)
+    return summed.nbytes / agree(wire, device)(min(seconds))
+
+
+def rough_piece(wire: Wire, device: torch.device) -> int:
+    """Bytes that messages from peer to peer are best cut into, by a `glance`: where no probe fits them."""
+    sent = 2 * (wire.world - 1) / wire.world * glance(wire, device)
+    return max(PIECE, min(int(sent * PIECE_SECONDS), LAST))
 
 
 def identify(wire: Wire, device: torch.device) -> list[str]:
