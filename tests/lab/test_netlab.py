@@ -58,8 +58,8 @@ class TestLinks:
     def test_delay(self, means: str, tmp_path: Path) -> None:
         with NetLab(2, "100mbit", delay="20ms") as lab:
             assert lab.record.relay == (means == "relay")
-            assert 0.040 <= measured(lab, tmp_path, "round_trip", 10) < 0.055
-            assert 50e6 < measured(lab, tmp_path, "transfer", 1, 10_000_000) < 105e6
+            assert 0.040 <= measured(lab, tmp_path, "round_trip", 10) < 0.075
+            assert 30e6 < measured(lab, tmp_path, "transfer", 1, 10_000_000) < 105e6
             lab.set_delay("5ms")
             deadline = time.monotonic() + 10
             while measured(lab, tmp_path, "round_trip", 10) >= 0.025:
