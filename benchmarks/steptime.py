@@ -26,8 +26,11 @@ from torch import Tensor
 
 from benchmarks import results
 from benchmarks.variants import TIMEOUT, Variant
+from commopt.collectives.wire import Wire
 from commopt.errors import CommOptError
 from commopt.lab import on_each_host, open_lab
+from commopt.network.machine import measure_codecs
+from commopt.plan import Plan
 from commopt.policy.cost import predict
 from lightning_commopt import CommOptDDPStrategy
 from recipes.gpt.train import GPT, SIZES, batches, load_text, next_token_loss
@@ -167,16 +170,13 @@ def predictions(subjects: Sequence[Subject]) -> dict[str, float]:
     pilots = [subject.wrapped.handle.pilot for subject in subjects if subject.wrapped.handle]
     pilot = next((pilot for pilot in pilots if pilot is not None), None)
     workload = pilot.workload() if pilot is not None else None
-    if pilot is None or workload is None or pilot.network is None or pilot.machine is None:
+    if pilot is None or workload is None or pilot.network is None:
         return {}
-    network, expected = pilot.network.scaled(pilot.factor), {}
-    for subject in subjects:
-        config, handle = subject.variant.config, subject.wrapped.handle
-        if config is not None and handle is not None:
-            plan = handle.engine.configured
-            if all(repr(part.compressor) in pilot.machine.codecs for part in plan.parts):
-                expected[subject.variant.spec] = 1000 * predict(plan, workload, network, pilot.machine).step
-    return expected
+    network = pilot.network.scaled(pilot.factor)
+    plans = {s.variant.spec: s.wrapped.handle.engine.configured for s in subjects if s.wrapped.handle}
+    compressors = [part.compressor for plan in (Plan.uncompressed(), *plans.values()) for part in plan.parts]
+    machine = measure_codecs(compressors, torch.device("cpu"), Wire(None))
+    return {spec: 1000 * predict(plan, workload, network, machine).step for spec, plan in plans.items()}
 
 
 HEADERS = (
