@@ -15,7 +15,7 @@ from rich.console import Console
 from commopt.errors import CommOptWarning, ConfigError, unknown
 from commopt.guard import GuardConfig
 from commopt.monitor import Monitor, Window, render
-from commopt.monitor.metrics import CommunicationMetrics
+from commopt.monitor.metrics import tracked
 from commopt.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -93,14 +93,7 @@ class Monitoring(Callback):
         if supervisor is None or window is None or window is self._logged or trainer.barebones:
             return
         self._logged = window
-        metrics = CommunicationMetrics().to(pl_module.device)
-        metrics.update(window)
-        values = {name: value for name, value in metrics.compute().items() if not value.isnan()}
-        events = supervisor.monitor.summary().events
-        counts = {"events": len(events), "roll_backs": sum(event.action == "roll_back" for event in events)}
-        latest = {name: getattr(window, name) for name in ("cosine", "sign_agreement", "residual_ratio")}
-        more = {name: float(value) for name, value in (counts | latest).items() if value is not None}
-        for name, value in (values | more).items():
+        for name, value in tracked(window, supervisor.monitor.summary().events, pl_module.device).items():
             pl_module.log(f"commopt/{name}", value, on_step=True, on_epoch=False)
             if name in IN_THE_BAR:
                 pl_module.log(IN_THE_BAR[name], value, on_step=True, on_epoch=False, prog_bar=True, logger=False)

@@ -1,5 +1,6 @@
 """What communication costs, as a torchmetrics metric that reduces over ranks."""
 
+from collections.abc import Sequence
 from dataclasses import astuple, fields
 from typing import Any
 
@@ -9,7 +10,19 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from commopt.monitor.summary import Totals, Window
-from commopt.records import StepRecord
+from commopt.records import Event, StepRecord
+
+
+def tracked(window: Window, events: Sequence[Event], device: torch.device) -> dict[str, float]:
+    """What trackers are told of a window, by name: what `CommunicationMetrics` gives, over all ranks; what this rank
+    saw last of ``cosine``, ``sign_agreement`` and ``residual_ratio``; and how many ``events`` and ``roll_backs`` there
+    were so far. What is not known is left out. Call it on all ranks: values are gathered on ``device``."""
+    metrics = CommunicationMetrics().to(device)
+    metrics.update(window)
+    values = {name: value.item() for name, value in metrics.compute().items() if not value.isnan()}
+    counts = {"events": len(events), "roll_backs": sum(event.action == "roll_back" for event in events)}
+    latest = {name: getattr(window, name) for name in ("cosine", "sign_agreement", "residual_ratio")}
+    return values | {name: float(value) for name, value in (counts | latest).items() if value is not None}
 
 
 class CommunicationMetrics(Metric):
@@ -23,7 +36,7 @@ class CommunicationMetrics(Metric):
     Args:
         kwargs: those of ``torchmetrics.Metric``.
 
-    >>> from commopt.records import StepRecord
+    >>> from commopt.records import Event, StepRecord
     >>> metrics = CommunicationMetrics()
     >>> metrics.update(
     ...     StepRecord(
