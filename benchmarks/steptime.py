@@ -31,6 +31,7 @@ from commopt.errors import CommOptError
 from commopt.lab import on_each_host, open_lab
 from commopt.network.machine import measure_codecs
 from commopt.plan import Plan
+from commopt.policy.choice import describe
 from commopt.policy.cost import predict
 from lightning_commopt import CommOptDDPStrategy
 from recipes.gpt.train import GPT, SIZES, batches, load_text, next_token_loss
@@ -89,6 +90,15 @@ class Subject:
             counters["wire_seconds"], counters["codec_seconds"] = stats.wire_seconds, stats.codec_seconds
         return counters
 
+    def chosen(self) -> str | None:
+        """The compressor that measurements chose; None where nothing was to be chosen."""
+        handle, config = self.wrapped.handle, self.variant.config
+        return (
+            describe(Plan(handle.engine.configured.compressor, False))
+            if handle and config and config.automatic
+            else None
+        )
+
     def over(self, reference: "Subject") -> dict[str, float]:
         """Step time over that of another variant, round by round: what slows a machine down for a while cancels."""
         pairs = zip(self.rounds, reference.rounds, strict=True)
@@ -111,6 +121,7 @@ class Subject:
             "wire_ms": 1000 * a_step["wire_seconds"] if self.wrapped.handle else None,
             "codec_ms": 1000 * a_step["codec_seconds"] if self.wrapped.handle else None,
             "idle_wire": 1 - a_step["wire_seconds"] / a_step["exchange_seconds"] if self.wrapped.handle else None,
+            "chosen": self.chosen(),
             "explained": self.wrapped.handle.explain() if self.wrapped.handle else None,
         }
 
