@@ -45,6 +45,16 @@ def hang(rank: int, world: int) -> None:
     signal.pause()
 
 
+def refuse_the_next_group(rank: int, world: int) -> None:
+    join = dist.init_process_group
+
+    def refuse(*_: object, **__: object) -> None:
+        dist.init_process_group = join
+        raise RuntimeError("connection closed by peer")
+
+    dist.init_process_group = refuse
+
+
 def test_the_same_processes_serve_every_call(workers: Workers) -> None:
     first = workers.run(add_up, world=2, scale=1.0)
     second = workers.run(add_up, world=3, scale=2.0)
@@ -89,3 +99,10 @@ def test_no_process_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> 
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_group_that_does_not_come_about_is_tried_again_by_another_worker(workers: Workers) -> None:
+    ((_, before),) = workers.run(add_up, world=1, scale=1.0)
+    workers.run(refuse_the_next_group, world=1)
+    ((_, after),) = workers.run(add_up, world=1, scale=1.0)
+    assert after != before

@@ -39,6 +39,10 @@ class WorkerError(Exception):
     """A worker that died or hung, or one whose exception cannot be carried over."""
 
 
+class NotJoinedError(WorkerError):
+    """A process group that did not come about."""
+
+
 class Worker:
     """One process, started once. Its log holds the stacks of all its threads if it crashed or hung."""
 
@@ -77,6 +81,12 @@ class Workers:
             WorkerError: a worker died or hung.
         """
         assert 1 <= world <= MOST
+        try:
+            return self._run(fn, world, timeout, kwargs)
+        except NotJoinedError:  # nothing was tested yet
+            return self._run(fn, world, timeout, kwargs)
+
+    def _run(self, fn: Callable[..., T], world: int, timeout: float, kwargs: dict[str, Any]) -> list[T]:
         self._calls += 1
         store = self._folder / f"store{self._calls}"
         for rank in range(world):
@@ -103,13 +113,15 @@ class Workers:
                 except (EOFError, ConnectionError):
                     errors.append(self._bury(rank, fn))
                     continue
+                if isinstance(error, NotJoinedError):
+                    self._workers.pop(rank).end()  # torch counts groups, and would look for the next one elsewhere
                 if trace:
                     error.__cause__ = WorkerError(f"on rank {rank} of {world}:\n{trace}")
                     errors.append((when, error))
                 results[rank] = result
         store.unlink(missing_ok=True)
         if errors:
-            raise min(errors, key=lambda entry: entry[0])[1]
+            raise min(errors, key=lambda entry: (not isinstance(entry[1], NotJoinedError), entry[0]))[1]
         return [results[rank] for rank in range(world)]
 
     def close(self) -> None:
@@ -152,12 +164,19 @@ def _serve(pipe: "Connection[Any, Any]", log: str) -> None:
             pipe.send(answer)
 
 
+def _join(rank: int, world: int, store: str) -> None:
+    try:
+        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+    except Exception as error:
+        raise NotJoinedError(f"{type(error).__name__}: {error}") from error
+
+
 def _call(
     fn: Callable[..., Any], rank: int, world: int, store: str, filters: list[Filter], kwargs: dict[str, Any]
 ) -> tuple[Any, BaseException | None, str, float]:
     try:
         torch.manual_seed(0)
-        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+        _join(rank, world, store)
         with warnings.catch_warnings():
             warnings.resetwarnings()
             for entry in reversed(filters):
