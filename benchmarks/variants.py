@@ -39,6 +39,7 @@ def _torch_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
 
 
 _TORCH_HOOKS: dict[str, Callable[[Any, GradBucket], Future[Tensor]]] = {
+    "torch:allreduce": default_hooks.allreduce_hook,  # what DDP does without a hook: what having one costs
     "torch:fp16": default_hooks.fp16_compress_hook,
     "torch:bf16": _torch_bf16,
     "torch:powersgd": powerSGD_hook,
@@ -117,7 +118,7 @@ class Variant:
         """
         ring, shapes = 2 * (world - 1) / world, list(shapes)
         elements = sum(shape.numel() for shape in shapes)
-        per_element = {"ddp": 4.0, "nocomm": 0.0, "torch:fp16": 2.0, "torch:bf16": 2.0}
+        per_element = {"ddp": 4.0, "nocomm": 0.0, "torch:allreduce": 4.0, "torch:fp16": 2.0, "torch:bf16": 2.0}
         if self.spec in per_element:
             return ring * per_element[self.spec] * elements
         if self.spec == "torch:powersgd":
