@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from commopt.cli import bench, doctor, lab, report
+from commopt.cli import bench, doctor, lab, launch, report
 from commopt.errors import CommOptError
 
-COMMANDS = (report, lab, bench, doctor)
+COMMANDS = (report, lab, bench, doctor, launch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
