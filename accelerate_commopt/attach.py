@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_commopt import state
 from accelerate_commopt.plugin import CommOptPlugin
-from accelerate_commopt.supervision import GUARD, Supervision, Watching, unwatched
+from accelerate_commopt.supervision import GUARD, Supervision, Watching
 from commopt import AttachError, CommOptConfig, CommOptWarning, GuardConfig, Handle, Stats
 from commopt.config import Quality
 
@@ -94,10 +94,10 @@ class Attachment:
         self.config = config
         given = accelerator.ddp_handler
         self.plugin = CommOptPlugin(config, given, accelerator)
-        self.plugin.attached = lambda handle: setattr(handle, "judge", unwatched(handle))
+        self.supervision = Supervision(accelerator, watching, self._log)
+        self.plugin.attached = self.supervision.meet
         for model in _wrapped_models(accelerator):
             self.plugin.register_comm_hook(model)
-        self.supervision = Supervision(accelerator, watching, self._log)
         self._loaded: state.Loaded | None = None
 
         originals = {name: getattr(accelerator, name) for name in ("backward", "save_state", "end_training")}

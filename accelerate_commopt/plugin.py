@@ -56,7 +56,7 @@ class CommOptPlugin(DistributedDataParallelKwargs):  # type: ignore[misc]
         Plan.from_config(self.config)  # for names and the range of values, before anything is wrapped
         self.given = given
         self.compress = True
-        self.attached: Callable[[Handle], None] = lambda handle: None  # called with each new one
+        self.attached: Callable[[torch.nn.Module, Handle], None] = lambda module, handle: None  # told of each
         self._accelerator: Callable[[], Accelerator | None] = ref(accelerator) if accelerator else lambda: None
         self._models: list[tuple[ref[torch.nn.Module], Handle]] = []
 
@@ -91,7 +91,7 @@ class CommOptPlugin(DistributedDataParallelKwargs):  # type: ignore[misc]
         handle = Handle(model, self.config, accelerator.scaler if accelerator is not None else None)
         if not self.compress:
             handle.disable()
-        self.attached(handle)
+        self.attached(model.module, handle)
         self._models.append((ref(model.module), handle))
 
 

@@ -57,7 +57,25 @@ class Supervision:
         self.schedulers: Callable[[], list[Any]] = lambda: list(accelerator._schedulers)
         self.parts: Callable[[], float] = lambda: 1.0  # that the loss was divided by before it came here
         self._accelerator = accelerator
+        self._computed: set[int] = set()  # ids of modules, since the last backward
+        self._hooks: list[Callable[[], None]] = []
         self._ends_steps: WeakSet[AcceleratedOptimizer] = WeakSet()
+
+    def meet(self, module: torch.nn.Module, handle: Handle) -> None:
+        """Gets to know a model that was just attached to, and which is not watched before its first backward."""
+
+        def computes(*_: Any) -> None:
+            if torch.is_grad_enabled():
+                self._computed.add(id(module))
+
+        def judge(record: StepRecord) -> bool:
+            handle.engine.say_once(
+                "gradients are exchanged, but nothing watches: call accelerator.backward(loss), not loss.backward()."
+            )
+            return record.usable
+
+        self._hooks.append(module.register_forward_pre_hook(computes).remove)
+        handle.judge = judge
 
     def follow(self, models: list[tuple[torch.nn.Module, Handle]]) -> "list[Watch]":
         """Begins to watch those that are not watched yet, and gives up those that are not among ``models``. Returns the
@@ -75,26 +93,34 @@ class Supervision:
         """Tells the loss of the backward to come to the models that it is of: that computed since the last one."""
         samples = _samples(self._accelerator)
         for watch in self.watches:
-            if watch.computed or len(self.watches) == 1:
+            if id(watch.module) in self._computed or len(self.watches) == 1:
                 watch.supervisor.observe(loss.detach() * self.parts(), samples)
-            watch.computed = False
+        self._computed.clear()
 
     def restart_clock(self) -> None:
         """What lies between now and the last step is no part of a step."""
         for watch in self.watches:
             watch.handle.engine.restart_clock()
 
-    def close(self) -> None:
-        """Ends the watch, not the exchange."""
+    def end(self) -> None:
+        """Ends the watch, which begins anew with the next backward."""
         for watch in self.watches:
             watch.close()
         self.watches.clear()
+
+    def close(self) -> None:
+        """Ends the watch for good."""
+        self.end()
+        for remove in self._hooks:
+            remove()
+        self._hooks.clear()
 
     def _watch(self, module: torch.nn.Module, handle: Handle, index: int) -> "Watch":
         accelerator = self._accelerator
         name = f"model_{index}" if index else ""
         optimizers = [each for each in accelerator._optimizers if _holds(each, handle)]
-        schedulers = [each for each in self.schedulers() if _inner(each.optimizer) in map(_inner, optimizers)]
+        inner = {id(each.optimizer) for each in optimizers}
+        schedulers = [each for each in self.schedulers() if id(_optimizer_of(each)) in inner]
         for optimizer in optimizers:
             self._tell_of_steps(optimizer)
         if not optimizers:
@@ -136,11 +162,10 @@ class Watch:
         optimizers: list[AcceleratedOptimizer],
         schedulers: list[Any],
     ) -> None:
+        self.module = module
         self.handle = handle
         self.optimizers = optimizers
-        self.computed = True  # since the last backward
         self._prefix = f"commopt/{name}/" if name else "commopt/"
-        self._compute = module.register_forward_pre_hook(self._computes)
         states: dict[str, Stateful] = {"model": module}
         states |= {f"optimizer {index}": each for index, each in enumerate(optimizers)}
         states |= {f"scheduler {index}": each for index, each in enumerate(schedulers)}
@@ -156,7 +181,7 @@ class Watch:
             every=watching.log_every,
             parameters={"compressor": "auto", "quality": config.quality} if config.automatic else chosen,
         )
-        handle.judge = None  # that of a model that is not watched
+        handle.judge = None  # that of `Supervision.meet`
         self.supervisor = Supervisor(
             handle,
             states | {"random": RandomState()} if watching.guard is not None and optimizers else {},
@@ -186,23 +211,7 @@ class Watch:
 
     def close(self) -> None:
         """Ends the watch; the monitor writes its summary."""
-        self._compute.remove()
         self.supervisor.close()
-
-    def _computes(self, *_: Any) -> None:
-        self.computed |= torch.is_grad_enabled()
-
-
-def unwatched(handle: Handle) -> Callable[[StepRecord], bool]:
-    """Judges a model until a supervisor does. Where one comes at all, it comes before the first backward."""
-
-    def judge(record: StepRecord) -> bool:
-        handle.engine.say_once(
-            "gradients are exchanged, but nothing watches them: call accelerator.backward(loss), not loss.backward()."
-        )
-        return record.usable
-
-    return judge
 
 
 def _holds(optimizer: AcceleratedOptimizer, handle: Handle) -> bool:
@@ -210,10 +219,10 @@ def _holds(optimizer: AcceleratedOptimizer, handle: Handle) -> bool:
     return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _inner(optimizer: Any) -> int:
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return id(optimizer)
+def _optimizer_of(scheduler: Any) -> Any:
+    """Torch's, whichever of the two Accelerate has wrapped."""
+    optimizer = getattr(scheduler, "scheduler", scheduler).optimizer
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _samples(accelerator: Accelerator) -> float | None:

@@ -42,7 +42,7 @@ class CommOptCallback(TrainerCallback):
         wrapped = isinstance(model, DistributedDataParallel)
         if wrapped and all(module is not model.module for module, _ in plugin.models):
             plugin.register_comm_hook(model)  # older Trainers make Accelerate's handler of DDP anew before they wrap
-        self.attachment.supervision.close()  # of a training that an error ended
+        self.attachment.supervision.end()  # of a training that an error ended
         if self.resumes_from is not None:
             self.attachment.load(self.resumes_from)
 
@@ -72,7 +72,7 @@ class CommOptCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends the watch. The exchange stays: the Trainer trains the same wrapped model when it is called again."""
-        self.attachment.supervision.close()
+        self.attachment.supervision.end()
 
     def _keep(self, values: Mapping[str, float], step: int) -> None:
         self._values |= values

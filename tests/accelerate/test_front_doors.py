@@ -34,8 +34,8 @@ class Run(NamedTuple):
 
     losses: list[float]
     parameters: torch.Tensor
-    bytes_sent: int
-    bytes_uncompressed: int
+    bytes_sent: float
+    bytes_uncompressed: float
 
 
 def run_of(model: Regression, handle: commopt.Handle) -> Run:

@@ -63,7 +63,7 @@ def loader_of(steps: int, world: int) -> DataLoader[dict[str, Tensor]]:
 @contextmanager
 def ranks_of_the_group(rank: int, world: int) -> Iterator[None]:
     """What torchrun and ``accelerate launch --cpu`` say; and Accelerate's singletons are new."""
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]
 
     names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
     said = {name: str(value) for name, value in names.items()}
@@ -80,7 +80,7 @@ def ranks_of_the_group(rank: int, world: int) -> Iterator[None]:
 @contextmanager
 def accelerator_of(rank: int, world: int, **kwargs: Any) -> Iterator[Any]:
     """An Accelerator of one rank; what is attached to it is closed."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator  # type: ignore[import-untyped]
 
     with ranks_of_the_group(rank, world):
         accelerator = Accelerator(cpu=True, **kwargs)
@@ -110,7 +110,9 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten().float() for p in model.parameters()])
 
 
-def trainer_of(model: nn.Module, folder: str | Path, steps: int, world: int, **arguments: Any) -> Any:
+def trainer_of(
+    model: nn.Module, folder: str | Path, steps: int, world: int, eval_dataset: Any = None, **arguments: Any
+) -> Any:
     """A Trainer on the CPU without decoration, for ``steps`` steps of one epoch, or of those in ``arguments``."""
     from transformers import Trainer, TrainingArguments
 
@@ -125,6 +127,7 @@ def trainer_of(model: nn.Module, folder: str | Path, steps: int, world: int, **a
         "disable_tqdm": True,
         "ddp_find_unused_parameters": False,
         "dataloader_pin_memory": False,
+        "label_names": ["y"],
         "remove_unused_columns": False,
         "train_sampling_strategy": "sequential",
     }
@@ -135,6 +138,7 @@ def trainer_of(model: nn.Module, folder: str | Path, steps: int, world: int, **a
         model,
         TrainingArguments(str(folder), **(plain | arguments)),
         train_dataset=Samples(steps * world * SIZE * accumulate),
+        eval_dataset=eval_dataset,
         optimizers=(optimizer, constant),
     )
 
