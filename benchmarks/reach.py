@@ -4,7 +4,8 @@
 
 Two processes train each variant over loopback from the same weights on the same batches, with a constant learning
 rate, until the loss of the whole validation text is that of plain DDP after ``--steps``. How many steps that takes does
-not depend on the link; how long a step takes is read from the results of ``benchmarks.steptime`` in ``--figures``.
+not depend on the link; how long a step takes is read from the results of ``benchmarks.steptime`` in ``--figures``,
+with ``--resume`` anew.
 """
 
 import argparse
@@ -76,10 +77,10 @@ def reached(seen: Sequence[tuple[int, float]], target: float) -> float | None:
 
 
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """On every rank: a run a variant, plain DDP first."""
-    text = load_text()
+    """On every rank: adds to ``result`` a run of each variant that it lacks, plain DDP first."""
+    text, done = load_text(), {run["variant"] for run in result["runs"]}
     with results.progress(quiet=dist.get_rank() != 0) as watch:
-        for variant in args.variants:
+        for variant in [variant for variant in args.variants if variant.spec not in done]:
             task = watch.add_task(variant.spec, total=args.most * args.steps)
             target = result["runs"][0]["seen"][-1][1] if result["runs"] else 0.0
             seen = train(variant, args, text, target, partial(watch.advance, task))
@@ -164,7 +165,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--figures", type=Path, default=Path("docs/figures"), help="with results of steptime")
     parser.add_argument("--json", type=Path, help="where to write the result, after each training")
-    parser.add_argument("--resume", action="store_true", help="train nothing: read step times anew")
+    parser.add_argument("--resume", action="store_true", help="keep the trainings that --json holds already")
     args = parser.parse_args(arguments)
     args.variants = [Variant.parse(REFERENCE), *(v for v in args.variants if v.spec != REFERENCE)]
     return args
@@ -172,18 +173,13 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    if args.resume:
-        result = json.loads(args.json.read_text())
-        result["step_ms"] = step_times(args.figures)
-        results.publish("", HEADERS, rows(result), result, args.json)
-        return 0
     if "RANK" not in os.environ:
         return on_each_rank("benchmarks.reach", RANKS)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     result = {
         "command": results.command("benchmarks.reach"),
         "conditions": {**results.conditions(), **setup(args)},
-        "runs": [],
+        "runs": json.loads(args.json.read_text())["runs"] if args.resume else [],
         "step_ms": step_times(args.figures),
     }
     measure(args, result)
