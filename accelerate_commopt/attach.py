@@ -168,9 +168,8 @@ class Attachment:
         fresh = self.supervision.follow(self.plugin.models)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
-            for index, watch in enumerate(self.supervision.watches):
-                parts = None if loaded.parts is None else loaded.parts[index]
-                watch.supervisor.load_state_dict(loaded.models[index], parts)
+            for watch, model, parts in zip(self.supervision.watches, loaded.models, loaded.parts, strict=False):
+                watch.supervisor.load_state_dict(model, parts)
         if fresh or loaded:
             self.supervision.restart_clock()
         self.supervision.observe(loss)

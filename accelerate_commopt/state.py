@@ -26,7 +26,7 @@ class Loaded(NamedTuple):
     """What this rank goes on from: a state a model; and of each, what other ranks had, where their number changed."""
 
     models: Sequence[Mapping[str, Any]]
-    parts: Sequence[Sequence[Mapping[str, Any]]] | None
+    parts: Sequence[Sequence[Mapping[str, Any]] | None]
 
 
 def come_together(rank: int) -> None:
@@ -83,5 +83,5 @@ def load(folder: str, models: int, rank: int, world: int) -> Loaded | None:
     if found is None or "nothing" in said:
         return None
     if found.world == world:
-        return Loaded(found.tree["models"], None)
+        return Loaded(found.tree["models"], [None] * models)
     return Loaded(found.tree["models"], [[part["models"][index] for part in found.parts] for index in range(models)])

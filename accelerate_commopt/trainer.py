@@ -34,7 +34,7 @@ class CommOptCallback(TrainerCallback):
             supervision.watching = replace(supervision.watching, directory=trainer.args.output_dir)
         supervision.log = self._keep
         supervision.schedulers = lambda: [trainer.lr_scheduler]  # it is not prepared
-        supervision.parts = lambda: float(trainer.current_gradient_accumulation_steps)
+        supervision.parts = lambda: float(getattr(trainer, "current_gradient_accumulation_steps", 1))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The model is wrapped now, and weights and optimizer are loaded."""

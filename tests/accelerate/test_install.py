@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from accelerate_commopt import plugin
+from accelerate_commopt import attach, plugin
 from accelerate_commopt.plugin import install
 from commopt import AttachError, CommOptConfig, Stats
 from tests.accelerate.training import (
@@ -47,8 +47,6 @@ def script(rank: int, world: int) -> Stats:
     with installed("int4", "int8"), accelerator_of(rank, world) as accelerator:
         train(accelerator, *accelerator.prepare(raw := Regression(), sgd(raw), loader_of(STEPS, world)))
         with pytest.raises(AttachError, match="python -m accelerate_commopt"):
-            from accelerate_commopt import attach
-
             attach(accelerator)
         assert accelerator._commopt.config.compressor == "int8"
         stats: Stats = accelerator._commopt.stats()

@@ -73,9 +73,11 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "commopt.jsonl").read_text().splitlines()]
 
 
-def poisoned(rank: int, world: int, poison: float, bad: int) -> dict[str, Any]:
+def poisoned(rank: int, world: int, poison: float, bad: int, scaler: bool = False) -> dict[str, Any]:
     """A training whose batches of steps 20 to ``20 + bad - 1`` are poisoned on one rank."""
     with accelerator_of(rank, world) as accelerator:
+        if scaler:  # as with mixed_precision="fp16", which Accelerate refuses on a CPU
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         attachment = attach(accelerator, "int8", snapshot_every=2, guard=GuardConfig(window=16, cool_down=4))
         raw = Regression()
         optimizer = sgd(raw)
@@ -91,7 +93,8 @@ def poisoned(rank: int, world: int, poison: float, bad: int) -> dict[str, Any]:
                 scheduler.step()
                 optimizer.zero_grad()
                 rates.append(scheduler.get_last_lr()[0])
-                weights.append(flat(raw))
+                momenta = [state["momentum_buffer"].flatten() for state in optimizer.state.values()]
+                weights.append(torch.cat([flat(raw), *momenta]))
 
         said = heard(steps)
         (watch,) = attachment.supervision.watches
@@ -107,8 +110,9 @@ def test_a_batch_that_is_not_finite_is_skipped_on_all_ranks(workers: Workers) ->
     assert torch.equal(mine["weights"][-1], theirs["weights"][-1])
 
 
-def test_a_poisoned_training_rolls_back(workers: Workers) -> None:
-    mine, theirs = workers.run(poisoned, poison=1e4, bad=4)
+@pytest.mark.parametrize("scaler", [False, True])
+def test_a_poisoned_training_rolls_back(workers: Workers, scaler: bool) -> None:
+    mine, theirs = workers.run(poisoned, poison=1e4, bad=4, scaler=scaler)
     assert mine["events"] == theirs["events"]
     assert {"roll_back", "note"} <= set(mine["events"])
     back = next(step for step in range(1, 32) if mine["rates"][step] > mine["rates"][step - 1])
