@@ -40,9 +40,19 @@ def test_a_slow_link_gets_few_bits() -> None:
 
 def test_what_may_cost_accuracy_has_to_be_asked_for() -> None:
     wild = {compressor.name for compressor in AGGRESSIVE}
-    assert wild == {"powersgd", "topk", "onebit", "int2"}
+    assert wild == {"powersgd", "onebit", "int2"}
     assert not wild & {compressor.name for compressor in allowed("safe")}
-    assert chosen(allowed("aggressive")).best.plan.compressor.name in wild
+    slow = choose(NONE, allowed("aggressive"), WORK, network(1.25e6), machine())
+    assert slow.best.plan.compressor.name in wild
+    assert re.search(r"\(and \d\.\d times the steps to the same loss\)", slow.reason)
+
+
+def test_fewer_bytes_have_to_make_up_for_more_steps() -> None:
+    choice = chosen(allowed("aggressive"))
+    shortest = min(choice.looked_at, key=lambda seen: seen.step)
+    assert AGGRESSIVE[shortest.plan.compressor] > 1
+    assert choice.best.plan.compressor in allowed("safe")
+    assert choice.best.step < AGGRESSIVE[shortest.plan.compressor] * shortest.step
 
 
 @pytest.mark.parametrize("quality", ["lossless", "safe", "aggressive"])
@@ -65,7 +75,7 @@ def test_gentle_plans_have_four_bits_and_more(quality: Quality) -> None:
     assert {compressor.name for compressor in allowed(quality)} >= {"bf16", "fp8", "int8", "int4", "int3"}
     assert chosen(allowed(quality, gentle=True)).best.plan.compressor.name == "int4"
     # What is in use and not allowed any more is left.
-    wild = chosen(allowed(quality)).best.plan
+    wild = choose(NONE, allowed(quality), WORK, network(1.25e6), machine()).best.plan
     assert wild.compressor not in allowed(quality, gentle=True)
     assert chosen(allowed(quality, gentle=True), wild).best.plan.compressor.name == "int4"
 
