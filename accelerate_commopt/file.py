@@ -97,8 +97,9 @@ def _check_choice(key: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def _check_type(key: str, value: Any, hint: Any) -> None:
-    kind = next((kind for kind in get_args(hint) if kind in _TYPES), get_origin(hint) or hint)
-    if kind not in _TYPES or (value is None and hint is not int):
+    kinds = [get_origin(hint), hint, *get_args(hint)]  # of list[str], str, or Optional[str]
+    kind = next((kind for kind in kinds if kind in _TYPES), None)
+    if kind is None or (value is None and hint is not int):
         return
     allowed = (bool, str) if kind is bool else kind  # `accelerate config` writes 'no' for some
     if not isinstance(value, allowed) or (kind is int and isinstance(value, bool)):

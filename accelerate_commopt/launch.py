@@ -1,6 +1,7 @@
 """``commopt launch``: `accelerate launch` from one file, which starts as many ranks as it was asked for."""
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launch = prepare(sys.argv[1:] if arguments is None else arguments)
         for note in launch.notes:
             print(f"commopt launch: {note}", file=sys.stderr)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _stop)
         return start(launch)
     except CommOptError as error:
         print(f"commopt launch: {error}", file=sys.stderr)
@@ -96,20 +99,24 @@ def _place(launch: Launch) -> None:
     if not kind.startswith(("NO", "MULTI_")) or options.tpu or options.use_deepspeed or options.use_fsdp:
         return
     machines, machine = launch.given("num_machines", 1), launch.given("machine_rank", 0)
-    processes = launch.given("num_processes", -1)
+    processes = launch.given("num_processes", 1 if kind == "NO" else -1)
+    if processes < 1 or machines < 1:
+        raise ConfigError(
+            "num_processes has to be given, those of all machines together; and num_machines is 1 or more."
+        )
     if machines > 1:
         if launch.given("main_process_ip") is None:
             raise ConfigError(f"{machines} machines need the address of the first one: main_process_ip.")
         if not 0 <= machine < machines:
             raise ConfigError(f"machine_rank of {machines} machines is 0 to {machines - 1}, got {machine}.")
-        if processes > 0 and processes % machines:
+        if processes % machines:
             raise ConfigError(
                 f"num_processes counts those of all machines, so it has to be a multiple of their number; got "
                 f"{processes} for {machines} machines."
             )
     on_cpu = options.cpu or kind == "MULTI_CPU" or str_to_bool(str(values.get("use_cpu", False)))
     by_mpi = options.mpirun_hostfile or values.get("mpirun_config") or any(os.environ.get(name) for name in MPI)
-    if not on_cpu or by_mpi or options.multi_gpu or max(processes, machines) < 2:
+    if not on_cpu or by_mpi or options.multi_gpu or processes < 2:
         return
     options.cpu, options.gpu_ids = False, None
     values.pop("gpu_ids", None)
@@ -117,17 +124,17 @@ def _place(launch: Launch) -> None:
     launch.environment["ACCELERATE_USE_CPU"] = "true"
     if machines == 1 and launch.given("main_process_port") is None:
         options.main_process_port = 0  # any that is free
+    here = f" ({processes // machines} of them here)" if machines > 1 else ""
     launch.notes.append(
-        f"{processes} processes on CPUs, {processes // machines} of them here, are started by torchrun; accelerate "
-        "launch by itself starts one process a machine without MPI."
+        f"{processes} processes on CPUs{here} are started by torchrun; accelerate launch itself starts one a machine, "
+        "and leaves the others to MPI."
     )
 
 
 def start(launch: Launch) -> int:
     """Starts what was prepared, in this environment, and waits for it. No process is left when it returns or raises."""
     os.environ.update(launch.environment)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+    others = psutil.Process().children(recursive=True)
     with tempfile.TemporaryDirectory(prefix="commopt-launch-") as folder:
         if launch.values:
             file = Path(folder, "accelerate.json")
@@ -148,7 +155,7 @@ def start(launch: Launch) -> int:
         except (ValueError, AssertionError, ConnectionError) as error:  # what it says to combinations of options
             raise ConfigError(f"accelerate launch: {error}") from error
         finally:
-            _end_children()
+            _end([child for child in psutil.Process().children(recursive=True) if child not in others])
     return 0
 
 
@@ -161,15 +168,12 @@ def _status(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _end_children() -> None:
-    children = psutil.Process().children(recursive=True)
-    for child in children:
-        try:
-            child.terminate()
-        except psutil.NoSuchProcess:
-            continue
-    for child in psutil.wait_procs(children, timeout=GRACE)[1]:
-        child.kill()
+def _end(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    for process in psutil.wait_procs(processes, timeout=GRACE)[1]:
+        process.kill()
 
 
 if __name__ == "__main__":
