@@ -183,7 +183,7 @@ def test_a_failed_step_is_not_taken_whatever_was_raised(
 
 def lose_a_peer(rank: int, world: int) -> None:
     model = DDP(MLP())
-    handle = commopt.attach(model, timeout=20)
+    handle = commopt.attach(model, timeout=5)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(2))
     loss = loss_of(model, rank, 2)
     if rank == 1:
