@@ -152,7 +152,7 @@ def start(launch: Launch) -> int:
         except KeyboardInterrupt:  # which the terminal sends to all
             psutil.wait_procs(psutil.Process().children(), timeout=GRACE)
             return _status(-signal.SIGINT)
-        except (ValueError, AssertionError, ConnectionError) as error:  # what it says to combinations of options
+        except (ValueError, AssertionError, OSError) as error:  # what it says to combinations of options
             raise ConfigError(f"accelerate launch: {error}") from error
         finally:
             _end([child for child in psutil.Process().children(recursive=True) if child not in others])

@@ -117,7 +117,7 @@ def test_one_file_and_an_unmodified_script_on_two_cpus(tmp_path: Path) -> None:
     (tmp_path / "launch.yaml").write_text(
         "{distributed_type: MULTI_CPU, num_processes: 2, use_cpu: true, commopt: {version: 1, compressor: int8}}"
     )
-    status, output = ended(["commopt.cli", "launch", "--config_file", "launch.yaml", "train.py", "runs"], tmp_path)
+    status, output = ended(["accelerate_commopt.launch", "--config_file", "launch.yaml", "train.py", "runs"], tmp_path)
     assert status == 7, output
     assert "2 processes on CPUs are started by torchrun" in output
     assert "Traceback" not in output
