@@ -116,7 +116,7 @@ class Attachment:
     @property
     def handles(self) -> list[Handle]:
         """One a model that was prepared, in that order: its switch and counters."""
-        return [handle for _, handle in self.plugin.models]
+        return self.plugin.handles
 
     @property
     def handle(self) -> Handle:

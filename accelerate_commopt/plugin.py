@@ -65,6 +65,11 @@ class CommOptPlugin(DistributedDataParallelKwargs):  # type: ignore[misc]
         """The models within DDP that were prepared and are in use, and their handles."""
         return [(module, handle) for reference, handle in self._models if (module := reference()) is not None]
 
+    @property
+    def handles(self) -> list[Handle]:
+        """Those of all models that were prepared and not given up."""
+        return [handle for _, handle in self._models]
+
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments of DDP that are not torch's own."""
         names = {entry.name for entry in fields(DistributedDataParallelKwargs)}

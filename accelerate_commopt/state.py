@@ -19,7 +19,7 @@ from commopt.resume.meeting import meet
 REFERENCE = "commopt.json"
 PATIENCE = 60.0  # seconds that ranks wait for each other
 _NAME = "exchange"
-_REMEDY = "Call it on every rank, not only on the main process."
+_REMEDY = "Save and load on every rank, not only on the main process."
 
 
 class Loaded(NamedTuple):

@@ -113,3 +113,10 @@ def test_every_front_door_does_the_same(workers: Workers, door: Callable[[int, i
         assert (through.bytes_sent, through.bytes_uncompressed) == (bare.bytes_sent, bare.bytes_uncompressed)
         assert through.bytes_sent < 0.5 * through.bytes_uncompressed
         assert len(through.losses) == STEPS
+
+
+def test_adapters_choose_the_same_buckets() -> None:
+    from accelerate_commopt import CommOptPlugin
+    from lightning_commopt import CommOptDDPStrategy
+
+    assert CommOptPlugin().to_kwargs() == {"bucket_cap_mb": CommOptDDPStrategy.bucket_cap_mb}

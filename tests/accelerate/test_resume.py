@@ -136,7 +136,7 @@ def saves_alone(rank: int, world: int, folder: str, numbered: bool) -> str:
 @pytest.mark.parametrize("numbered", [False, True])
 def test_saving_on_the_main_process_alone_is_an_error(workers: Workers, tmp_path: Path, numbered: bool) -> None:
     said, _ = workers.run(saves_alone, folder=str(tmp_path), numbered=numbered)
-    assert "Call it on every rank, not only on the main process" in said
+    assert "Save and load on every rank, not only on the main process" in said
 
 
 def through_the_trainer(

@@ -181,3 +181,24 @@ def trainers_losses(rank: int, world: int, folder: str) -> tuple[list[float], li
 def test_the_loss_of_a_step_is_the_mean_of_its_batches(workers: Workers, tmp_path: Path) -> None:
     (told, mine), (_, theirs) = workers.run(trainers_losses, folder=str(tmp_path))
     assert told == pytest.approx([(x + y) / 2 for x, y in zip(mine, theirs, strict=True)])
+
+
+def handler_made_anew(rank: int, world: int, folder: str) -> tuple[torch.Tensor, list[int]]:
+    """As the Trainers of transformers 4 do when they begin to train."""
+    from accelerate.utils import DistributedDataParallelKwargs  # type: ignore[import-untyped]
+
+    with ranks_of_the_group(rank, world):
+        trainer = trainer_of(model := Regression(), folder, STEPS, world)
+        with closing(attach(trainer, "int8")) as attachment:
+            trainer.accelerator.ddp_handler = DistributedDataParallelKwargs()
+            steps = []
+            for _ in range(2):
+                trainer.train()
+                steps.append(attachment.stats().steps)
+            return flat(model), steps
+
+
+def test_a_trainer_that_makes_the_handler_of_ddp_anew_is_attached_to(workers: Workers, tmp_path: Path) -> None:
+    (mine, steps), (theirs, _) = workers.run(handler_made_anew, folder=str(tmp_path))
+    assert torch.equal(mine, theirs)
+    assert steps == [STEPS, 2 * STEPS]
