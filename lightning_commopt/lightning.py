@@ -4,6 +4,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
+from lightning_commopt.arguments import spelled_out
 from lightning_commopt.callbacks import Guarding, Monitoring
 from lightning_commopt.strategy import CompressedGradients
 
@@ -16,8 +17,9 @@ class DivergenceGuard(Guarding, Callback):  # noqa: D101
     __doc__ = Guarding.__doc__  # for help()
 
 
+@spelled_out
 class CommOptDDPStrategy(CompressedGradients, DDPStrategy):
-    """``DDPStrategy`` of ``lightning.pytorch`` with compressed gradients; `CompressedGradients` lists its arguments."""
+    """``DDPStrategy`` of ``lightning.pytorch`` with compressed gradients; `Compressing` lists its arguments."""
 
     monitoring = CommMonitor
     guarding = DivergenceGuard

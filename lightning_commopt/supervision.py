@@ -119,7 +119,7 @@ class Supervised(DDPStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes what lies beside it, too; on rank 0, whose checkpoint it is: others may think of another one."""
         super().remove_checkpoint(filepath)
-        if self.is_global_zero and _is_local(filepath):
+        if self.is_global_zero and is_local(filepath):
             sidecar.remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Supervised(DDPStrategy):
         if self.handle is None or monitoring is None or guarding is None:
             return  # a tuner of Lightning's tries something out
         loaded, self._loaded = self._loaded, None
-        state, parts = (None, None) if loaded is None else self._read(*loaded)
+        state, parts = (None, None) if loaded is None else read_together(self.handle, *loaded)
         plan, config = self.handle.engine.configured, self.handle.config
         chosen = {"compressor": repr(plan.compressor), "error_feedback": plan.feedback}
         self.supervisor = Supervisor(
@@ -188,7 +188,7 @@ class Supervised(DDPStrategy):
 
     def _sidecar_fits(self, path: Any) -> bool:
         assert self.supervisor is not None
-        if _is_local(path) and not isinstance(self.checkpoint_io, self.asynchronous):
+        if is_local(path) and not isinstance(self.checkpoint_io, self.asynchronous):
             return True
         self.supervisor.engine.say_once(
             f"{path} is saved without the state of commopt, which lies beside a checkpoint on a local file system that "
@@ -197,34 +197,41 @@ class Supervised(DDPStrategy):
         )
         return False
 
-    def _read(self, path: str, carried: object) -> tuple[Mapping[str, Any] | None, Sequence[Mapping[str, Any]] | None]:
-        """What this rank goes on from; None where there is nothing, on all ranks alike.
 
-        Raises:
-            CheckpointError: some rank's part cannot be used; raised on every rank.
-        """
-        assert self.handle is not None
-        engine, found, problem = self.handle.engine, None, ""
-        try:
-            if carried is not None and _is_local(path):
-                save_id = sidecar.save_id_of(carried)
-                found = sidecar.load(path, save_id, rank=engine.wire.rank, world=engine.wire.world)
-        except CheckpointError as error:
-            problem = f"rank {engine.wire.rank}: {error}"
-        said = share_text(engine.wire, problem or ("found" if found else "nothing"), self.handle.device)
-        problems = [text for text in said if text not in ("found", "nothing")]
-        if problems:
-            raise CheckpointError(problem or problems[0])
-        if found is None or "nothing" in said:
-            engine.say_once(
-                f"{path} comes without the state of commopt: training goes on with the weights, and residuals begin at "
-                "zero."
-            )
-            return None, None
-        return found.tree, None if found.world == engine.wire.world else found.parts
+def read_together(
+    handle: Handle, path: str, carried: object
+) -> tuple[Mapping[str, Any] | None, Sequence[Mapping[str, Any]] | None]:
+    """What this rank goes on from, and what other ranks had where their number changed. None where there is nothing, on
+    all ranks alike. Call it on all ranks.
+
+    Args:
+        carried: the reference in the checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: some rank's part cannot be used; raised on every rank.
+    """
+    engine, found, problem = handle.engine, None, ""
+    try:
+        if carried is not None and is_local(path):
+            save_id = sidecar.save_id_of(carried)
+            found = sidecar.load(path, save_id, rank=engine.wire.rank, world=engine.wire.world)
+    except CheckpointError as error:
+        problem = f"rank {engine.wire.rank}: {error}"
+    said = share_text(engine.wire, problem or ("found" if found else "nothing"), handle.device)
+    problems = [text for text in said if text not in ("found", "nothing")]
+    if problems:
+        raise CheckpointError(problem or problems[0])
+    if found is None or "nothing" in said:
+        engine.say_once(
+            f"{path} comes without the state of commopt: training goes on with the weights, and residuals begin at "
+            "zero."
+        )
+        return None, None
+    return found.tree, None if found.world == engine.wire.world else found.parts
 
 
-def _is_local(path: Any) -> bool:
+def is_local(path: Any) -> bool:
+    """Whether a sidecar can lie beside it."""
     return "://" not in os.fspath(path)
 
 

@@ -1,0 +1,74 @@
+"""``python -m lightning_commopt``: runs a script that knows nothing of commopt, with its strategies registered."""
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from commopt import CommOptConfig, CommOptError, ConfigError
+from lightning_commopt import swap
+from lightning_commopt.arguments import Compressing
+
+USAGE = """python -m lightning_commopt [--strategy NAME] [--config FILE] SCRIPT [ARGS ...]
+       python -m lightning_commopt [--strategy NAME] [--config FILE] -m MODULE [ARGS ...]
+
+Runs SCRIPT as python does, in which "commopt_ddp" and the other strategies of commopt have their names: for Trainers
+and Fabrics of all Lightning packages, and on the command line of a LightningCLI. Processes that Lightning starts run
+the same way. With --strategy or --config, a Trainer or Fabric that asks for no strategy, for "auto", or for DDP by one
+of its names uses commopt's instead; one that asks for another strategy is an error."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the script; 2 if the user has to change something first."""
+    parser = argparse.ArgumentParser("lightning_commopt", usage=USAGE, allow_abbrev=False)
+    parser.add_argument("--strategy", metavar="NAME", help="swapped in: commopt_ddp, commopt_ddp_int8, ...")
+    parser.add_argument("--config", metavar="FILE", help="YAML: what commopt_ddp does, which is swapped in")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    name, file = options.strategy, options.config
+    try:
+        config = None if file is None else CommOptConfig.from_yaml(file)
+        find(options.script, options.module)
+        if name is not None or config is not None:
+            name = name or Compressing.strategy_name
+            swap.check(name, config)
+            swap.install(name, config)
+    except CommOptError as error:
+        print(f"lightning_commopt: {error}", file=sys.stderr)
+        return 2
+    given = {"--strategy": name, "--config": file and str(Path(file).resolve())}
+    swap.lead([part for key, value in given.items() if value for part in (key, value)])
+    run(options.script, options.module, options.arguments)
+    return 0
+
+
+def find(script: str, module: bool) -> None:
+    """Raises ``ConfigError`` where there is no such script or module."""
+    if module:
+        try:
+            found = find_spec(script) is not None
+        except (ImportError, ValueError):  # a package around it is missing, or it is no name at all
+            found = False
+    else:
+        found = Path(script).is_file()
+    if not found:
+        raise ConfigError(f"there is no {'module' if module else 'script'} {script!r} to run, seen from {Path.cwd()}.")
+
+
+def run(script: str, module: bool, arguments: Sequence[str]) -> None:
+    """Runs it as ``python script arguments`` or ``python -m module arguments`` would."""
+    sys.argv = [script, *arguments]
+    if module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        return
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
