@@ -27,8 +27,7 @@ class Compressing:
         checked: compare a checksum of the mean gradient over ranks, see ``commopt.attach``.
         quality: what ``"auto"`` may choose, see ``commopt.attach``.
         block: elements that share a scale (``"int8"`` and others like it), or from which some are taken (``"topk"``).
-            This
-            and what follows are options of compressors; None counts as not given.
+            This and what follows are options of compressors; None counts as not given.
         density: share of the elements that travel, above 0 and up to 1, of ``"topk"``, ``"threshold"``, ``"randomk"``.
         hadamard: whether ``"int4"`` rotates a block before it rounds.
         rank: of ``"powersgd"``.
