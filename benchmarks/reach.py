@@ -37,7 +37,7 @@ DEFAULT = (
 def train(
     variant: Variant, args: argparse.Namespace, text: tuple[Tensor, Tensor], target: float, advance: Callable[[], None]
 ) -> list[tuple[int, float]]:
-    """Steps and validation losses, every ``--every`` steps and until ``target`` is reached; the last two thirds of
+    """Steps and validation losses, every ``--every`` steps and until ``target`` is reached; from two thirds of
     ``--steps`` on, which spares evaluations that cannot reach it."""
     config = SIZES[args.model]
     torch.manual_seed(args.seed)

@@ -12,6 +12,7 @@ What a worker raises is raised in the test, with the worker's traceback; the fil
 import faulthandler
 import math
 import multiprocessing
+import os
 import re
 import time
 import traceback
@@ -154,6 +155,7 @@ def _text(pattern: re.Pattern[str] | str | None) -> str:
 
 def _serve(pipe: "Connection[Any, Any]", log: str) -> None:
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # else frameworks set another number, and with it other bits in a later test
     with open(log, "w") as stacks, suppress(EOFError, ConnectionError):
         faulthandler.enable(stacks)
         while True:

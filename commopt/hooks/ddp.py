@@ -61,7 +61,7 @@ def attach(
         compressor: a registered name, see ``commopt.compressors.available()``, or ``"auto"``: the network, the codecs
             and backward are measured, and the fastest plan that ``quality`` allows is used, none included.
         quality: ``"lossless"``; ``"safe"``, what stayed within 0.5 % of the validation loss of uncompressed training in
-            benchmarks; or ``"aggressive"``.
+            benchmarks; or ``"aggressive"``, also what needs more steps to the same loss, where these cost less time.
         error_feedback: keep what compression lost for the next step; ``None`` follows the compressor's guarantee.
         timeout: seconds that a rank waits for its peers in one collective.
         checked: compare a checksum of the mean gradient over ranks in every step, and skip a step where they differ. It

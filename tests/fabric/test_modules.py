@@ -132,7 +132,9 @@ def rolled_back(rank: int, world: int, folder: str) -> tuple[list[int], bool]:
         fabric = make_fabric(world, "commopt_ddp_int8")
         model, optimizer = fabric.setup(module := network(), sgd(module))
         monitor = commopt.Monitor(folder, rank=rank, world=world, every=5)
-        watch = fabric.strategy.supervise(model, {"model": model, "optimizer": optimizer}, monitor=monitor, every=5)
+        states = {"model": model, "optimizer": optimizer}
+        guard = commopt.GuardConfig(window=16)
+        watch = fabric.strategy.supervise(model, states, guard=guard, monitor=monitor, every=5)
         positions: list[int] = []
         step = 0
         inputs, targets = Batches(rank, 1).batches[0]
@@ -149,6 +151,7 @@ def rolled_back(rank: int, world: int, folder: str) -> tuple[list[int], bool]:
     return positions, uncompressed
 
 
+@pytest.mark.filterwarnings("ignore::commopt.CommOptWarning")
 def test_a_loop_that_is_watched_goes_back(workers: Workers, tmp_path: Path) -> None:
     (positions, uncompressed), other = workers.run(rolled_back, folder=str(tmp_path))
     assert (positions, uncompressed) == other
