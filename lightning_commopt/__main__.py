@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from commopt import CommOptConfig, CommOptError, ConfigError
-from lightning_commopt import swap
+from lightning_commopt import keys, swap
 from lightning_commopt.arguments import Compressing
 
 USAGE = """python -m lightning_commopt [--strategy NAME] [--config FILE] SCRIPT [ARGS ...]
@@ -16,8 +16,9 @@ USAGE = """python -m lightning_commopt [--strategy NAME] [--config FILE] SCRIPT 
 
 Runs SCRIPT as python does, in which "commopt_ddp" and the other strategies of commopt have their names: for Trainers
 and Fabrics of all Lightning packages, and on the command line of a LightningCLI. Processes that Lightning starts run
-the same way. With --strategy or --config, a Trainer or Fabric that asks for no strategy, for "auto", or for DDP by one
-of its names uses commopt's instead; one that asks for another strategy is an error."""
+the same way. With --strategy or --config, commopt's strategy takes the place of Lightning's DDP, where a Trainer or
+Fabric asks for that by name, or gets it by "auto". One with a single device is left as it is, with a warning; one with
+another strategy, or with an object of the script's own, is an error."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,12 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         find(options.script, options.module)
         if name is not None or config is not None:
             name = name or Compressing.strategy_name
-            swap.check(name, config)
             swap.install(name, config)
     except CommOptError as error:
         print(f"lightning_commopt: {error}", file=sys.stderr)
         return 2
     given = {"--strategy": name, "--config": file and str(Path(file).resolve())}
+    keys.explain()
     swap.lead([part for key, value in given.items() if value for part in (key, value)])
     run(options.script, options.module, options.arguments)
     return 0

@@ -51,7 +51,7 @@ class Compressing:
         quality: Quality = "safe",
         **kwargs: Any,
     ) -> None:
-        valid = _parameters(_lightnings(type(self))).keys() | _parameters(DistributedDataParallel).keys()
+        valid = _parameters(base_of(type(self))).keys() | _parameters(DistributedDataParallel).keys()
         self.config, arguments = _separate(
             CommOptConfig(compressor, {}, error_feedback, checked=checked, quality=quality), kwargs, valid
         )
@@ -107,7 +107,7 @@ def spelled_out(cls: S) -> S:
 
     own = inspect.signature(Compressing.__init__).parameters
     options = {name: keyword(name, None, Optional[kind]) for name, kind in _options().items()}  # noqa: UP045  # no class
-    others = _parameters(DistributedDataParallel) | _parameters(_lightnings(cls))
+    others = _parameters(DistributedDataParallel) | _parameters(base_of(cls))
     others = {name: keyword(name, p.default, p.annotation) for name, p in others.items() if name not in OF_OTHER_HOOKS}
     others["bucket_cap_mb"] = keyword("bucket_cap_mb", cls.bucket_cap_mb, float)
     named = [p for p in own.values() if p.kind is not p.VAR_KEYWORD]
@@ -117,8 +117,8 @@ def spelled_out(cls: S) -> S:
     return cls
 
 
-def _lightnings(cls: type) -> type:
-    """The ``DDPStrategy`` that ``cls`` is made of."""
+def base_of(cls: type) -> type:
+    """Lightning's ``DDPStrategy`` that ``cls`` is made of."""
     return next(base for base in cls.__mro__ if base.__name__ == "DDPStrategy")
 
 

@@ -5,6 +5,7 @@ through the runner, too.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
@@ -12,8 +13,8 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from commopt import CommOptConfig, ConfigError
-from commopt.errors import unknown
-from lightning_commopt.arguments import Compressing
+from commopt.errors import CommOptWarning, unknown
+from lightning_commopt.arguments import Compressing, base_of
 
 LAUNCHER = "strategies.launchers.subprocess_script"
 
@@ -24,12 +25,6 @@ class FrontEnd(NamedTuple):
     package: str
     door: str
     registry: str
-
-    @property
-    def strategies(self) -> dict[str, dict[str, Any]]:
-        """All that are registered: class and arguments, by name."""
-        found: dict[str, dict[str, Any]] = getattr(import_module(f"{self.package}.strategies"), self.registry)
-        return found
 
 
 FRONT_ENDS = (
@@ -45,24 +40,29 @@ def installed() -> list[FrontEnd]:
     return [end for end in FRONT_ENDS if find_spec(end.package.partition(".")[0])]
 
 
-def check(name: str, config: CommOptConfig | None) -> None:
-    """Makes the strategies that will be swapped in, once, so that mistakes show before the script runs.
+def install(name: str, config: CommOptConfig | None = None) -> None:
+    """From now on, the strategy ``name`` stands in this process under the names of Lightning's DDP, of which
+    ``"auto"`` takes one for several devices, and under those of commopt; ``config`` says more of it. A Trainer or
+    Fabric that comes out with one device warns, and one that comes out with another strategy raises ``ConfigError``.
 
     Raises:
         ConfigError: no strategy of commopt's has this name, or ``config`` cannot be for it.
     """
     for end in installed():
-        ours = [key for key, entry in end.strategies.items() if issubclass(entry["strategy"], Compressing)]
+        strategies: Any = import_module(f"{end.package}.strategies")
+        registry = getattr(strategies, end.registry)
+        ours = [key for key in registry if key.startswith(Compressing.strategy_name)]
         if name.lower() not in ours:
             raise unknown("strategy", name, ours)
-        _make(end, name, config, {})
-
-
-def install(name: str, config: CommOptConfig | None = None) -> None:
-    """From now on, a Trainer or a Fabric in this process that is asked for no strategy, for Lightning's DDP or for one
-    of commopt's, by name, gets the strategy ``name``; ``config`` says more of it. Another one is an error."""
-    for end in installed():
-        _replace(end, name, config)
+        kind, chosen = registry[name.lower()]["strategy"], registry[name.lower()]["init_params"]
+        if config is not None:
+            chosen = chosen | _arguments(name, chosen, config)
+        kind(**chosen)  # so that a mistake shows before the script runs
+        for key, entry in list(registry.items()):
+            if entry["strategy"] in (kind, base_of(kind)):
+                own = {key: value for key, value in entry["init_params"].items() if key != "compressor"}
+                registry.register(key, kind, description=entry["description"], override=True, **(own | chosen))
+        _watch(getattr(import_module(end.package), end.door), strategies.SingleDeviceStrategy, name)
 
 
 def lead(options: Sequence[str]) -> None:
@@ -87,46 +87,42 @@ def _wrap(module: Any, name: str, change: Callable[[Any], Any]) -> None:
     setattr(module, name, wrapped)
 
 
-def _replace(end: FrontEnd, name: str, config: CommOptConfig | None) -> None:
-    door: Any = getattr(import_module(end.package), end.door)
+def _watch(door: Any, single: type, name: str) -> None:
+    """Says what came out of it where a ``door`` took a strategy that is not commopt's."""
     make = door.__init__
 
     @functools.wraps(make)
-    def __init__(self: Any, *args: Any, strategy: Any = "auto", **kwargs: Any) -> None:
-        make(self, *args, strategy=_instead_of(end, strategy, name, config), **kwargs)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        strategy = type(self.strategy)
+        if issubclass(strategy, single):
+            warnings.warn(
+                f"this {door.__name__} has one device, and nobody to exchange gradients with: {name!r} does nothing "
+                "there. Give it devices=2, or num_nodes=2.",
+                CommOptWarning,
+                stacklevel=2,
+            )
+        elif not issubclass(strategy, Compressing):
+            raise ConfigError(
+                f"{door.__name__} uses {strategy.__name__}, which cannot become {name!r}: that takes the place of "
+                "'auto' and of the names of Lightning's DDP. Leave out --strategy, or let the script ask for 'ddp'."
+            )
 
     door.__init__ = __init__
 
 
-def _instead_of(end: FrontEnd, asked: Any, name: str, config: CommOptConfig | None) -> Any:
-    if isinstance(asked, Compressing):
-        return asked
-    arguments: dict[str, Any] | None = None
-    if asked == "auto":
-        arguments = {}
-    elif isinstance(asked, str) and asked.lower() in end.strategies:
-        entry = end.strategies[asked.lower()]
-        if issubclass(entry["strategy"], Compressing):
-            arguments = {}
-        elif entry["strategy"].__name__ == "DDPStrategy":
-            arguments = entry["init_params"]
-    if arguments is None:
+def _arguments(name: str, chosen: dict[str, Any], config: CommOptConfig) -> dict[str, Any]:
+    """What ``config`` says, as arguments of the strategy ``name``, whose own are ``chosen``."""
+    if chosen.get("compressor", config.compressor) != config.compressor:
         raise ConfigError(
-            f"{end.door}(strategy={asked!r}) cannot become {name!r}, which takes the place of 'auto' and of the names "
-            "of Lightning's DDP. Leave out --strategy, or let the script ask for 'ddp'."
+            f"--strategy {name} and the configuration, with compressor {config.compressor!r}, are of two minds: "
+            "leave one of them out."
         )
-    return _make(end, name, config, arguments)
-
-
-def _make(end: FrontEnd, name: str, config: CommOptConfig | None, arguments: dict[str, Any]) -> Any:
-    entry = end.strategies[name.lower()]
-    chosen = dict(entry["init_params"])
-    if config is not None:
-        if chosen.get("compressor", config.compressor) != config.compressor:
-            raise ConfigError(
-                f"--strategy {name} and the configuration, with compressor {config.compressor!r}, are of two minds: "
-                "leave one of them out."
-            )
-        chosen |= {"compressor": config.compressor, "error_feedback": config.error_feedback, **config.options}
-        chosen |= {"checked": config.checked, "quality": config.quality, "timeout": timedelta(seconds=config.timeout)}
-    return entry["strategy"](**{**arguments, **chosen})
+    return {
+        "compressor": config.compressor,
+        "error_feedback": config.error_feedback,
+        "checked": config.checked,
+        "quality": config.quality,
+        "timeout": timedelta(seconds=config.timeout),
+        **config.options,
+    }
