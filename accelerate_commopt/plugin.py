@@ -13,9 +13,9 @@ from accelerate.utils import DistributedDataParallelKwargs  # type: ignore[impor
 from torch.nn.parallel import DistributedDataParallel
 
 from commopt import AttachError, CommOptConfig, Handle
+from commopt.config import BUCKET_CAP_MB
 from commopt.plan import Plan
 
-BUCKET_CAP_MB = 3  # where the user gives none, as in the strategies for Lightning: torch's 25 leave the link idle
 _TORCH_BUCKET_CAP_MB = DistributedDataParallelKwargs.bucket_cap_mb
 
 

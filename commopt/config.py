@@ -12,6 +12,7 @@ from commopt.errors import ConfigError, unknown
 AUTO = "auto"
 VARIABLE = "COMMOPT_CONFIG"  # of the environment, for a launched child
 VERSION = 1  # of what files hold
+BUCKET_CAP_MB = 3.0  # of DDP, where the user chose none: torch's 25 leave the link idle during most of backward
 Quality = Literal["lossless", "safe", "aggressive"]
 QUALITIES = get_args(Quality)
 

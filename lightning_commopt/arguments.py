@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commopt import CommOptConfig, ConfigError, Handle
 from commopt.compressors import Compressor, available, create
-from commopt.config import Quality
+from commopt.config import BUCKET_CAP_MB, Quality
 from commopt.errors import unknown
 
 BY_LIGHTNING = {"module", "device_ids"}  # arguments of DDP that the strategy itself passes
@@ -41,7 +41,7 @@ class Compressing:
     """
 
     strategy_name: ClassVar[str] = "commopt_ddp"
-    bucket_cap_mb: ClassVar[float] = 3.0  # where the user gives none: torch's 25 leave the link idle during backward
+    bucket_cap_mb: ClassVar[float] = BUCKET_CAP_MB
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commopt
 import lightning_commopt  # noqa: F401  (registers)
+from commopt.config import BUCKET_CAP_MB
 from tests.lightning.fits import Batches, flat, rank_of_the_group
 
 PACKAGES = ["lightning.fabric", "lightning_fabric"]
@@ -70,7 +71,7 @@ def run_fabric(
 
 def run_torch(rank: int, world: int, compressor: str, count: int = 6, accumulate: int = 1) -> Run:
     """As `run_fabric`, without Fabric."""
-    model = DistributedDataParallel(module := network(), bucket_cap_mb=3)
+    model = DistributedDataParallel(module := network(), bucket_cap_mb=BUCKET_CAP_MB)
     handle = commopt.attach(model, compressor)
     optimizer, losses = sgd(module), []
     for index, (inputs, targets) in enumerate(Batches(rank, count).batches):
