@@ -113,6 +113,7 @@ def spelled_out(cls: S) -> S:
     named = [p for p in own.values() if p.kind is not p.VAR_KEYWORD]
     signature = inspect.Signature([*named, *options.values(), *others.values()])
     __init__.__signature__ = signature  # type: ignore[attr-defined]
+    __init__.__doc__ = inspect.getdoc(Compressing)
     cls.__init__ = __init__  # type: ignore[method-assign]
     return cls
 

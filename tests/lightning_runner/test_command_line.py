@@ -47,8 +47,8 @@ def test_help_has_the_types_and_what_they_mean(capsys: pytest.CaptureFixture[str
         ("int8, process_group_backnd: gloo", "'process_group_backnd'; did you mean 'process_group_backend'?"),
         ("powersgd, rank: much", "Expected a <class 'int'>"),
         ("topk, density: [1]", "Expected a <class 'float'>"),
-        ("int8, quality: best", "'aggressive'"),
-        ("int8, timeout: soon", "timeout"),
+        ("int8, quality: best", 'Parser key "quality"'),
+        ("int8, timeout: soon", 'Parser key "timeout"'),
     ],
 )
 def test_a_mistake_in_a_file_is_named(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
