@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint figures clean
+.PHONY: demo test lint figures docs clean
 
 demo: $(STAMP)
 	$(BIN)/python -m recipes.gpt.demo
@@ -18,6 +18,10 @@ lint: $(STAMP)
 
 figures: $(STAMP)
 	$(BIN)/python -m benchmarks.figures
+
+docs: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv: some minutes, the first time"
