@@ -205,8 +205,7 @@ class Attachment:
         handles = self.handles
         if not handles:
             return
-        accelerator = self.accelerator
-        self._loaded = state.load(folder, len(handles), accelerator.process_index, accelerator.num_processes)
+        self._loaded = state.load(folder, len(handles), self.accelerator.num_processes)
         if self._loaded is None:
             handles[0].engine.say_once(
                 f"{folder} comes without the state of commopt: training goes on with the weights, and residuals begin "

@@ -60,28 +60,25 @@ def save(folder: str, models: Sequence[Mapping[str, Any]], rank: int, seconds: f
     sidecar.prune(saved.checkpoint, keep=saved.save_id)
 
 
-def load(folder: str, models: int, rank: int, world: int) -> Loaded | None:
+def load(folder: str, models: int, world: int) -> Loaded | None:
     """What this rank goes on from; None where the checkpoint has nothing, on all ranks alike. Call it on all ranks.
 
     Raises:
         CheckpointError: some rank's part cannot be used; raised on every rank.
     """
-    found, problem = None, ""
+    carried: object = None
     try:
-        path = Path(folder) / REFERENCE
-        if path.exists():
-            save_id = sidecar.save_id_of(json.loads(path.read_text()))
-            found = sidecar.load(os.path.join(folder, _NAME), save_id, rank=rank, world=world)
-        if found is not None and len(found.tree["models"]) != models:
-            raise CheckpointError(f"it is of {len(found.tree['models'])} models, and {models} are prepared.")
-    except (CheckpointError, OSError, ValueError) as error:
-        problem = f"rank {rank}: {folder}: {error}"
-    said = meet(None, problem or ("found" if found else "nothing"), PATIENCE, _REMEDY)
-    problems = [text for text in said if text not in ("found", "nothing")]
-    if problems:
-        raise CheckpointError(problem or problems[0])
-    if found is None or "nothing" in said:
+        carried = json.loads((Path(folder) / REFERENCE).read_text())
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        carried = error  # refused there, on all ranks
+    found = sidecar.load_together(os.path.join(folder, _NAME), carried, None, seconds=PATIENCE)
+    if found is None:
         return None
+    saved = len(found.tree["models"])
+    if saved != models:
+        raise CheckpointError(f"{folder} holds the state of {saved} models, and {models} are prepared.")
     if found.world == world:
         return Loaded(found.tree["models"], [None] * models)
     return Loaded(found.tree["models"], [[part["models"][index] for part in found.parts] for index in range(models)])

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from commopt import Handle
-from commopt.collectives.agreement import share_text
 from commopt.errors import CheckpointError
 from commopt.records import Event
 from commopt.resume import checkpoint as sidecar
@@ -210,24 +209,14 @@ def read_together(
     Raises:
         CheckpointError: some rank's part cannot be used; raised on every rank.
     """
-    engine, found, problem = handle.engine, None, ""
-    try:
-        if carried is not None and is_local(path):
-            save_id = sidecar.save_id_of(carried)
-            found = sidecar.load(path, save_id, rank=engine.wire.rank, world=engine.wire.world)
-    except CheckpointError as error:
-        problem = f"rank {engine.wire.rank}: {error}"
-    said = share_text(engine.wire, problem or ("found" if found else "nothing"), handle.device)
-    problems = [text for text in said if text not in ("found", "nothing")]
-    if problems:
-        raise CheckpointError(problem or problems[0])
-    if found is None or "nothing" in said:
-        engine.say_once(
+    found = sidecar.load_together(path, carried if is_local(path) else None, None, seconds=handle.config.timeout)
+    if found is None:
+        handle.engine.say_once(
             f"{path} comes without the state of commopt: training goes on with the weights, and residuals begin at "
             "zero."
         )
         return None, None
-    return found.tree, None if found.world == engine.wire.world else found.parts
+    return found.tree, None if found.world == handle.engine.wire.world else found.parts
 
 
 def is_local(path: Any) -> bool:

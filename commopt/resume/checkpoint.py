@@ -8,6 +8,8 @@ checkpoint carries ``reference(save_id)`` alone. On every rank, for a path that 
     saved = save_together(path, tree, group)        # returns when the sidecars of all ranks are on disk
     ...                                             # one rank writes ``path``, naming saved.save_id
     prune(saved.checkpoint, keep=saved.save_id)     # that rank, then: the sidecars of what was overwritten
+    ...
+    found = load_together(path, carried, group)     # what that checkpoint carries of us; None where it has nothing
 
 Wherever this is killed, the checkpoint at ``path`` finds the sidecars that it names.
 """
@@ -183,6 +185,32 @@ def save_together(checkpoint: PathLike, tree: Tree, group: dist.ProcessGroup | N
     if failures:
         raise CheckpointError(" | ".join(failures[:4]))
     return saved
+
+
+def load_together(
+    checkpoint: PathLike, carried: object, group: dist.ProcessGroup | None, *, seconds: float = 60.0
+) -> Sidecar | None:
+    """What was saved for this rank, see `load`; None on all ranks where one of them has nothing. Call it on every rank.
+
+    Args:
+        carried: what `reference` made, as the checkpoint carries it; None where it carries nothing.
+        seconds: how long to wait for ranks to come.
+
+    Raises:
+        CheckpointError: a rank did not come, or cannot use its part; on every rank that did come.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    found, failure = None, ""
+    try:
+        if carried is not None:
+            found = load(checkpoint, save_id_of(carried), rank=rank, world=world)
+    except CheckpointError as error:
+        failure = f"rank {rank}: {error}"
+    said = meet(group, failure or ("found" if found else "nothing"), seconds, "Load on every rank.")
+    failures = [text for text in said if text not in ("found", "nothing")]
+    if failures:
+        raise CheckpointError(failure or failures[0])
+    return None if "nothing" in said else found
 
 
 def agree_on_save(checkpoint: PathLike, group: dist.ProcessGroup | None, *, seconds: float = 60.0) -> Saved:

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from commopt.errors import CheckpointError
 from commopt.resume import checkpoint
-from commopt.resume.checkpoint import agree_on_save, load, save_together
+from commopt.resume.checkpoint import agree_on_save, load, load_together, reference, save_together
 from tests.workers import Workers
 
 
@@ -170,3 +170,29 @@ def one_cannot_write(rank: int, world: int, path: str) -> str:
 def test_what_one_rank_cannot_write_is_told_to_all(workers: Workers, tmp_path: Path) -> None:
     for text in workers.run(one_cannot_write, world=2, path=str(tmp_path / "last.ckpt")):
         assert "is a object" in text
+
+
+def load_what_was_saved(rank: int, world: int, path: str) -> list[str]:
+    """What `load_together` says to a reference that one rank lacks or cannot use, or that all have."""
+    carried = reference(save_together(path, {"rank": rank}, None).save_id)
+    found = load_together(path, carried, None)
+    assert found is not None
+    assert found.tree == {"rank": rank}
+    assert load_together(path, None if rank == 1 else carried, None) is None
+    said = []
+    for foreign in ({"version": 99}, ValueError()):
+        with pytest.raises(CheckpointError) as caught:
+            load_together(path, foreign if rank == 1 else carried, None)
+        said.append(str(caught.value))
+    if rank == 0:
+        with pytest.raises(CheckpointError, match=r"rank 1 of 2 did not come .* Load on every rank"):
+            load_together(path, carried, None, seconds=0.2)
+    dist.barrier()
+    return said
+
+
+def test_what_one_rank_cannot_load_is_told_to_all(workers: Workers, tmp_path: Path) -> None:
+    mine, theirs = workers.run(load_what_was_saved, world=2, path=str(tmp_path / "last.ckpt"))
+    assert mine == theirs
+    assert mine[0].startswith("rank 1: the checkpoint was written by a newer commopt")
+    assert mine[1].startswith("rank 1: the checkpoint's reference to commopt's state is a ValueError")
