@@ -47,6 +47,10 @@ class Request:
         if not isinstance(self.file, str) or not self.file:
             raise ConfigError(f"the doctor needs the name of a file, got {self.file!r}.")
 
+    def __str__(self) -> str:
+        """What ranks have to agree on; each host has a file of its own."""
+        return f"{self.steps} steps, quality {self.quality}"
+
     @classmethod
     def from_environment(cls) -> "Request | None":
         """None where nobody asks for the doctor."""

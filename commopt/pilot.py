@@ -7,7 +7,9 @@ Rank 0 decides and tells the others, in the same step on all ranks: its arithmet
 
 import json
 import logging
+import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,7 +35,8 @@ from commopt.policy.steadiness import Steadiness
 from commopt.records import StepRecord
 
 FIRST = 4  # steps until the first decision: DDP has found its buckets after two
-EVERY = 10  # steps between two looks
+EVERY = 10  # steps between two looks, or more:
+LOOKING = 0.01  # of the time of training, at most, that rank 0 takes to decide
 WARM_UP = 20  # steps, in which only gentle plans are used
 MATTERS = 0.05  # of a step: where less of it is exposed communication, there is nothing to gain
 LIMIT = 0.02  # seconds, in which all gradients travel: nothing is measured before training shows that it matters
@@ -96,6 +99,7 @@ class Pilot:
         self._examine = examine
         self._steadiness = Steadiness()
         self._steps = 0
+        self._next = FIRST  # the step of the next look
         self._wire = Wire(engine.wire.group)  # what is measured is no part of the exchange
         self._flown = engine.plan
         self._seen: deque[Seen] = deque(maxlen=EVERY)
@@ -123,6 +127,8 @@ class Pilot:
         """The plan of the first steps."""
         engine = self._engine
         if engine.wire.world == 1 or not shapes:
+            alone = "one process exchanges nothing" if shapes else "all gradients are sparse, and travel as they are"
+            self.explanation = f"do nothing: {alone}"
             return
         engine.after_vote = self._look
         nbytes = sum(shape.numel() * dtypes[name].itemsize for name, shape in shapes.items())
@@ -203,13 +209,14 @@ class Pilot:
     def _due(self) -> bool:
         if self._examine is not None:
             return self._steps == self._examine
-        return self._steps >= FIRST and not (self._steps - FIRST) % EVERY
+        return self._steps >= self._next
 
     def _look(self) -> None:
         """At the end of a step's exchange, beside the caller: ranks that do nothing but exchange take part, too."""
         self._steps += 1
         if not self._due():
             return
+        self._next = self._steps + EVERY
         # Ranks have seen the same buckets; those that joined early (DDP's join) may have seen fewer steps.
         knows = torch.tensor([bool(self._seen) and any(bucket.compressible for bucket in self._buckets)])
         if not self._wire.all_reduce(knows.to(self._device, torch.int32), dist.ReduceOp.MIN):
@@ -223,6 +230,7 @@ class Pilot:
         if told is None:
             return
         self.factor = told["factor"]
+        self._next = self._steps + told["wait"]
         if told["again"]:
             self.network, self._again = None, False
         self._change(Plan.from_plain(told["plan"]), told["reason"], told["expected"])
@@ -246,7 +254,7 @@ class Pilot:
 
     def _decide(self, seen: Seen, network: Network, machine: Machine) -> dict[str, Any]:
         """On rank 0: what all are told."""
-        engine, workload = self._engine, self._workload(seen)
+        start, engine, workload = time.perf_counter(), self._engine, self._workload(seen)
         current, reason = engine.configured, ""
         if engine.plan == current and seen.wire > 0:
             expected = predict(current, workload, network, machine)
@@ -270,6 +278,7 @@ class Pilot:
             "expected": self.choice.best.step,
             "factor": self.factor,
             "again": self._again,
+            "wait": max(EVERY, math.ceil((time.perf_counter() - start) / (LOOKING * seen.step))),
         }
 
     def _follow(self, plan: Plan, ratio: float) -> bool:

@@ -1,5 +1,6 @@
 """What all tests share: the living worker processes."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,16 @@ import torch
 from tests.workers import Workers
 
 torch.set_num_threads(1)  # the other cores belong to the workers
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Some commands take over signals, as a process of its own may."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(signum) for signum in signals]
+    yield
+    for signum, handler in zip(signals, before, strict=True):
+        signal.signal(signum, handler)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Flights of the pilot: training of a tiny model with tables that are made up instead of measured."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -45,7 +46,11 @@ class Log(logging.Handler):
 
 @contextmanager
 def made_up(
-    bandwidth: float, limit: float = 0.0, wire: Callable[[int], float] | None = None, steps: float = 0.01
+    bandwidth: float,
+    limit: float = 0.0,
+    wire: Callable[[int], float] | None = None,
+    steps: float = 0.01,
+    looking: float = math.inf,
 ) -> Iterator[Flight]:
     """Tables instead of measurements, and steps that take what they are told to.
 
@@ -54,6 +59,7 @@ def made_up(
         limit: seconds, from which on the network is probed before the first step.
         wire: seconds on the wire of a step, by its number.
         steps: seconds of each step.
+        looking: share of the time that decisions may take.
     """
     flight = Flight()
     remember = Pilot._remember
@@ -75,6 +81,7 @@ def made_up(
         patch.setattr(commopt.pilot, "measure_codecs", lambda compressors, *_: machine(1e9, compressors=compressors))
         patch.setattr(commopt.pilot, "LIMIT", limit)
         patch.setattr(commopt.pilot, "MATTERS", 0.0)
+        patch.setattr(commopt.pilot, "LOOKING", looking)
         patch.setattr(Pilot, "_remember", seen)
         try:
             yield flight

@@ -40,7 +40,7 @@ FOUND = Diagnosis(
 def examine(rank: int, world: int, file: str, bandwidth: float, quality: Any) -> tuple[int, set[str], object]:
     """Steps that were taken, the plans in use, and the exit status."""
     with made_up(bandwidth) as flight, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, Request(STEPS, quality, file).to_environment()[VARIABLE])
+        patch.setenv(VARIABLE, Request(STEPS, quality, f"{file}{rank or ''}").to_environment()[VARIABLE])
         model = DDP(MLP(), bucket_cap_mb=SMALL_BUCKETS)
         with attached(model, "int8", error_feedback=True) as handle:
             plans = set()

@@ -34,12 +34,13 @@ def fly(
     limit: float = 0.0,
     rates: tuple[float, ...] = (),
     wires: tuple[float, float, int] = (0.002, 0.002, 0),
+    looking: float = math.inf,
 ) -> Flight:
     def wire(step: int) -> float:
         before, after, since = wires
         return before if step < since else after
 
-    with made_up(bandwidth, limit, wire) as flight:
+    with made_up(bandwidth, limit, wire, looking=looking) as flight:
         model = DDP(MLP(), bucket_cap_mb=SMALL_BUCKETS)
         with attached(model, "auto", quality=quality) as handle:
             train(handle, model, rank, steps, flight, rates[rank] if rates else 1e-4)
@@ -59,6 +60,12 @@ def test_on_a_slow_link_it_compresses_gently_and_then_more(workers: Workers) -> 
     assert (one.probes, other.probes) == (1, 1)
     assert one.told == other.told
     assert one.explained == other.explained
+
+
+def test_where_a_decision_takes_long_it_looks_less_often(workers: Workers) -> None:
+    one, other = workers.run(fly, 2, bandwidth=SLOW, steps=LOOKS[2] + 6, looking=1e-9)
+    assert one.plans == other.plans
+    assert set(one.names[1:]) == {"int4"}  # the one look was within the warm-up
 
 
 def test_it_says_what_it_does_and_why(workers: Workers) -> None:
@@ -148,6 +155,7 @@ def alone(rank: int, world: int) -> Flight:
         with attached(model, "auto") as handle:
             train(handle, model, rank, SECOND + 1, flight)
             assert handle.stats().bytes_sent == 0.0
+            assert handle.explain() == "do nothing: one process exchanges nothing"
     return flight
 
 
@@ -210,6 +218,8 @@ def broken_probe(rank: int, world: int, at_once: bool) -> str:
 def test_who_loses_its_peers_in_the_probe_says_so_on_all_ranks(workers: Workers, at_once: bool) -> None:
     one, other = workers.run(broken_probe, 2, at_once=at_once)
     assert "the cable is out" in other
+    assert "Look" in one  # and where
+    assert "Look" in other
     assert one
 
 

@@ -3,7 +3,9 @@
 import argparse
 import math
 import os
+import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
         file = Path(folder, "diagnosis.json")
         request = Request(options.steps, options.quality, str(file))
         environment = {**os.environ, **request.to_environment()}
-        status = subprocess.run(options.command, env=environment, check=False).returncode
+        status = _run(options.command, environment)
         if not file.exists():
             raise ConfigError(
                 f"{options.command[0]} ended with status {status} before {options.steps} steps were measured: it "
@@ -62,6 +64,17 @@ def run(options: argparse.Namespace) -> None:
             )
         diagnosis = Diagnosis.read(file)
     Console().print(page(diagnosis, options.hours, options.gpu_hour_price))
+
+
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    """Its exit status. Whoever ends the doctor ends it, too."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda number, _: sys.exit(128 + number))
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            return process.wait()
+        finally:
+            process.terminate()  # a launcher ends its ranks then; Ctrl-C has reached it already
 
 
 def page(found: Diagnosis, hours: float = HOURS, gpu_hour_price: float | None = None) -> RenderableType:

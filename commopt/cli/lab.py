@@ -1,6 +1,7 @@
 """``commopt lab``: a cluster rehearsed on one machine."""
 
 import argparse
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -49,7 +50,10 @@ def up(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Runs the job; ends with its status."""
+    """Runs the job; ends with its status, and that of a shell where there is no such command."""
+    if shutil.which(options.command[0]) is None:
+        print(f"commopt: {options.command[0]}: no such command", file=sys.stderr)
+        sys.exit(127)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
     alone = any(getattr(options, name) is not None for name in NETWORK)

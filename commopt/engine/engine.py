@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from commopt.collectives.agreement import share_text
-from commopt.collectives.rollcall import missing_ranks
+from commopt.collectives.rollcall import roll_call
 from commopt.collectives.wire import Wire
 from commopt.engine.ballot import Failure, Result, Wish, decode, encode, hash_of
 from commopt.engine.executors import Turn, make_executor
@@ -357,14 +357,7 @@ class Engine:
         )
 
     def _lost(self, message: Message, error: Exception) -> ExchangeError:
-        missing = missing_ranks(self.wire.rank, self.wire.group)
-        if missing is None:
-            who = "The store on rank 0 of the job does not answer either: look there first."
-        elif missing:
-            ranks = ", ".join(map(str, missing))
-            who = f"Rank {ranks} did not answer: ended, or stalled. Look there first."
-        else:
-            who = "All ranks answer: one was late, or met an error of its own. Look for the first error on the others."
+        who = roll_call(self.wire.rank, self.wire.group)
         return ExchangeError(
             f"rank {self.wire.rank} lost its peers in {message}: {type(error).__name__}: {error} {who} Training can go "
             "on from the last checkpoint."

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from commopt.collectives.agreement import check_agreement
-from commopt.collectives.wire import Wire
+from commopt.collectives.rollcall import roll_call, store_answers
+from commopt.collectives.wire import Wire, WireError
 from commopt.config import CommOptConfig, Quality
 from commopt.doctor import Request, end
 from commopt.engine import Engine
@@ -95,6 +96,8 @@ class Handle:
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         self._names = {id(p): name for name, p in model.module.named_parameters()}
         trained = _trained(model)
+        if not trained:
+            raise AttachError("no parameter of this DDP model needs a gradient any more: there is nothing to exchange.")
         self.parameters = list(trained.values())
         self._touched: set[str] = set()
         self._sees_idle = bool(model.find_unused_parameters or model.static_graph)
@@ -107,10 +110,7 @@ class Handle:
         # would meet its addresses in the store. So such a group stays; one of all ranks gets a new name each time.
         ranks = dist.get_process_group_ranks(model.process_group)
         self._of_all_ranks = len(ranks) == dist.get_world_size()
-        group = dist.new_group(
-            ranks, timeout=timedelta(seconds=config.timeout), use_local_synchronization=not self._of_all_ranks
-        )
-        assert isinstance(group, dist.ProcessGroup)
+        group = _group_of(ranks, config.timeout, local=not self._of_all_ranks)
         self.device = device = self.parameters[0].device
         sparse = _embedding_names(model, sparse=True)
         shapes = {name: _shape(p) for name, p in trained.items() if name not in sparse}
@@ -123,7 +123,7 @@ class Handle:
         self.judge: Callable[[StepRecord], bool] | None = None
         self._removals: list[Callable[[], None]] = []
         try:
-            facts = {"doctor": repr(self._doctor)} | _facts(plan, config, trained, self._scaler)
+            facts = {"doctor": str(self._doctor)} | _facts(plan, config, trained, self._scaler)
             check_agreement(self.engine.wire, facts, device)
             if config.automatic:
                 dtypes = {name: trained[name].dtype for name in shapes}
@@ -131,6 +131,10 @@ class Handle:
                 self.pilot = Pilot(self.engine, device, config.quality, shapes, dtypes, classes, examine)
             elif self.engine.wire.world > 1:
                 self.engine.set_pieces(rough_piece(Wire(group), device))
+        except WireError as error:
+            who = roll_call(self.engine.wire.rank, group)
+            self.close()
+            raise WireError(f"{error} {who}") from error
         except BaseException:
             self.close()
             raise
@@ -267,7 +271,7 @@ class Handle:
         """Not before it: a trainer may run the backward in a closure that it passes to the step."""
         if all(p.grad is None for p in self._mine(optimizer)):
             return
-        self._rates[optimizer] = max(float(group.get("lr", 0.0)) for group in optimizer.param_groups)
+        self._rates[optimizer] = max(float(group.get("lr") or 0.0) for group in optimizer.param_groups)
         if self._steps_of_optimizer.get(optimizer, 0) == self._backwards:
             self.engine.say_once(
                 "an optimizer stepped although no gradient was exchanged since its last step, so ranks drift apart. "
@@ -282,6 +286,18 @@ class Handle:
 
 def _hook(handle: Handle, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return handle._submit(bucket)
+
+
+def _group_of(ranks: list[int], timeout: float, local: bool) -> dist.ProcessGroup:
+    if not store_answers(timeout):
+        raise WireError("the store on rank 0 of the job does not answer: that process ended or stalled.")
+    try:
+        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=local)
+    except RuntimeError as error:
+        who = roll_call(dist.get_rank(), None)
+        raise WireError(f"the process group of the exchange did not come about: {error} {who}") from error
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _check_attachable(model: DistributedDataParallel) -> None:

@@ -60,7 +60,8 @@ class Loopback:
         return started
 
     def run(self, cmd: Sequence[str], env: Mapping[str, str] | None = None, timeout: float | None = None) -> int:
-        """Run one copy of ``cmd`` a host to the end; 0, or the exit status of a copy that failed.
+        """Run one copy of ``cmd`` a host to the end; 0, or the exit status of a copy that failed, as a shell tells it
+        (128 and the number of a signal).
 
         When one fails, the others are ended after a short grace. Raises ``subprocess.TimeoutExpired`` after ``timeout``
         seconds.
@@ -78,7 +79,8 @@ class Loopback:
                 if failed_at is not None and now > failed_at + GRACE_SECONDS:
                     break
                 time.sleep(0.02)
-            return next((process.returncode for process in processes if process.returncode), 0)
+            status = next((process.returncode for process in processes if process.returncode), 0)
+            return status if status >= 0 else 128 - status
         finally:
             _kill(processes)
 
@@ -105,15 +107,21 @@ def on_each_host(module: str, lab: Loopback) -> int:
 
 
 def _kill(processes: list[subprocess.Popen[Any]]) -> None:
-    """End what still runs, with its children: asked first, then killed."""
+    """End what still runs, with its children, also those of a process that has ended: asked first, then killed."""
     for signum, patience in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 10.0)):
-        running = [process for process in processes if process.poll() is None]
-        for process in running:
-            os.killpg(process.pid, signum)
         deadline = time.monotonic() + patience
-        for process in running:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+        running = [process for process in processes if _signal(process, signum)]
+        while any(_signal(process, 0) for process in running) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _signal(process: subprocess.Popen[Any], signum: int) -> bool:
+    """To the process and its children; whether any of them is left."""
+    process.poll()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signum)
+        return True
+    return False
 
 
 @contextmanager

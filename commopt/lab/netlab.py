@@ -47,12 +47,14 @@ class Lab(Loopback):
             raise ConfigError("links are shaped when a lab is made, or stay unshaped: make one with --rate")
         if host is not None and not 0 <= host < self.hosts:
             raise ConfigError(f"host {host} is not one of 0 to {self.hosts - 1}")
-        changed = range(self.hosts) if host is None else (host,)
-        for rank in changed:
-            self.record.rates[rank] = checked
-        self.record.save()
-        for rank in changed:
-            links.limit(self.record, rank)
+        for rank in range(self.hosts) if host is None else (host,):
+            before, self.record.rates[rank] = self.record.rates[rank], checked
+            try:
+                links.limit(self.record, rank)
+            except LabError:
+                self.record.rates[rank] = before
+                raise
+            self.record.save()
 
     def set_delay(self, delay: str) -> None:
         """Change the delay of all links; may be called while a job runs, and is seen within a second."""

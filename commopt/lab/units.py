@@ -4,6 +4,8 @@ import re
 
 from commopt.errors import ConfigError
 
+_BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_RATES = 8e3, 4e11  # bits per second that tc keeps
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LONGEST_DELAY = 10.0  # seconds; more is a slip of the unit
 
@@ -16,9 +18,11 @@ def rate(text: str | None) -> str | None:
     """
     if text is None or text == "none":
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)[kmg]?bit", text.lower())
-    if not match or not float(match[1]):
-        raise ConfigError(f"{text!r} is not a rate: write 800kbit, 100mbit, 2.5gbit, or none for an unshaped link")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", text.lower())
+    if not match or not _RATES[0] <= float(match[1]) * _BITS[match[2]] <= _RATES[1]:
+        raise ConfigError(
+            f"{text!r} is not a rate: write 800kbit, 100mbit, 2.5gbit (8kbit to 400gbit), or none for an unshaped link"
+        )
     return text.lower()
 
 

@@ -93,7 +93,7 @@ def _read(path: Path | None) -> str:
         age = time.time() - float(kept["time"])
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+    except Exception as error:  # whatever a file holds, the other ranks wait for a word
         _warn(f"{path} is ignored, and written anew: {error}")
         return ""
     return json.dumps(kept["network"]) if 0 <= age < MAX_AGE else ""

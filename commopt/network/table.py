@@ -81,7 +81,7 @@ class Network:
             }
             collectives = {str(name): Curve.from_plain(curve) for name, curve in plain["collectives"].items()}
             cpu_share = number(plain["cpu_share"])
-            piece = int(number(plain["piece"]))
+            piece = number(plain["piece"])
         except (TypeError, LookupError, AttributeError) as error:
             raise ConfigError(f"these plain values are no network: {type(error).__name__}: {error}.") from error
         known = {host for pair in links for host in pair} <= set(hosts)
@@ -91,9 +91,9 @@ class Network:
             raise ConfigError("these plain values are no network: hosts, links and collectives do not belong together.")
         if not all(0 <= value < math.inf for value in numbers):
             raise ConfigError("these plain values are no network: a latency or a share of CPU is out of range.")
-        if piece < 1:
-            raise ConfigError("these plain values are no network: pieces have at least one byte.")
-        return cls(hosts, links, collectives, cpu_share, piece)
+        if not 1 <= piece < math.inf:
+            raise ConfigError("these plain values are no network: pieces have at least one byte, and an end.")
+        return cls(hosts, links, collectives, cpu_share, int(piece))
 
     def scaled(self, factor: float) -> "Network":
         """Where collectives take ``factor`` times as long."""

@@ -17,6 +17,7 @@ LEAST = 0.02  # of a step that another size of messages has to save
 MESSAGES = (1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes; the largest bounds the memory
 REFINED = 3  # compressors whose messages are looked at more closely
 
+NOTHING = Plan.uncompressed().compressor
 GENTLE: tuple[Compressor, ...] = (create("bf16"), create("int8"), create("int4"))  # well within it, from the first step
 SAFE: tuple[Compressor, ...] = (create("fp8"), create("int3"))  # within 0.5 % in benchmarks/parity.py
 # These learn more slowly. Steps until the loss that 300 uncompressed ones reach, by 300: benchmarks/reach.py.
@@ -71,7 +72,8 @@ def choose(
             as the best of these, and those that come close are tried: a prediction is not that exact.
     """
     known = dict(experience or {})
-    usual = min(known.values(), default=1.0)
+    compressed = [factor for tried, factor in known.items() if tried != NOTHING]
+    usual = min(compressed, default=known.get(NOTHING, 1.0))
 
     def cost(plan: Plan) -> Prediction:
         predicted = predict(plan, workload, network, machine)
@@ -83,18 +85,22 @@ def choose(
     looked_at = sorted([*refined, *firsts[REFINED:]], key=_course)
     now, plain = cost(current), cost(Plan.uncompressed())
 
-    def hope(seen: Prediction) -> float:
-        untried = known and seen.plan.compressor not in known and _course(seen) < plain.step
-        return _course(seen) * (1 - UNTRIED if untried and not current.lossless else 1.0)
-
-    best, fastest = min(looked_at, key=hope), looked_at[0]
     permitted = {plan.compressor for plan in plans}
     bar = WORTH_COMPRESSING if current.lossless else WORTH_COMPRESSING - WORTH
+
+    def hope(seen: Prediction) -> float:
+        untried = known and not current.lossless and seen.plan.compressor not in known
+        return _course(seen) * (1 - UNTRIED if untried and _course(seen) < (1 - bar) * plain.step else 1.0)
+
+    best, fastest = min(looked_at, key=hope), looked_at[0]
     if not fastest.plan.lossless and plain.step <= _course(fastest) / (1 - bar):
         best = now if current.lossless else plain
     elif current.compressor in permitted and _course(now) <= hope(best) / (1 - WORTH):
         best = now
-    return Choice(best, now, plain, tuple(looked_at), _reason(best, plain, looked_at))
+    reason = _reason(best, plain, looked_at)
+    if known and best not in (now, plain, fastest):
+        reason += f"; it is tried, for {describe(fastest.plan)} is hardly faster by prediction"
+    return Choice(best, now, plain, tuple(looked_at), reason)
 
 
 def cold_start(compressors: Iterable[Compressor], workload: Workload, network: Network, machine: Machine) -> Plan:

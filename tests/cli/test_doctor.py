@@ -1,6 +1,9 @@
 """``commopt doctor``: the page, the mistakes, and one training from beginning to end."""
 
+import os
+import signal
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +14,14 @@ from commopt.cli import main
 from commopt.cli.doctor import page
 from tests.test_doctor import FOUND
 
+pytestmark = pytest.mark.usefixtures("handlers")
+
 TRAINING = """
 import os
+import os
+import signal
 import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -98,6 +106,17 @@ def test_hours_are_a_number(capsys: pytest.CaptureFixture[str], hours: str) -> N
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", "--hours", hours, "--", "true"])
     assert "hours" in capsys.readouterr().err
+
+
+def test_whoever_ends_the_doctor_ends_the_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    ends_it = f"echo $$ > {tmp_path}/pid; kill -TERM {os.getpid()}; exec sleep 600"
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        main(["doctor", "--", "sh", "-c", ends_it])
+    assert [path.name for path in tmp_path.iterdir()] == ["pid"]
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
 
 
 def test_a_training_from_beginning_to_end(

@@ -12,6 +12,7 @@ from tests.engine.steps import exchange, gradients, make_engine, same_on_all_ran
 from tests.workers import Workers
 
 SHAPES = {"matrix": (30, 24), "vector": (77,), "tensor": (3, 5, 2, 4), "scalar": ()}
+LONG = {"bf16", "int4", "topk", "powersgd"}  # one of each kind; and sums in bf16, whose rounding is lost for good
 
 
 def joined(tensors: dict[str, Tensor]) -> Tensor:
@@ -19,7 +20,7 @@ def joined(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def telescope(
-    rank: int, world: int, name: str, options: dict[str, Any], steps: int = 1000, scales: tuple[float, ...] = (1.0,)
+    rank: int, world: int, name: str, options: dict[str, Any], steps: int, scales: tuple[float, ...] = (1.0,)
 ) -> float:
     """The relative error of the identity after ``steps``; the loss scale changes as told, by turns."""
     scale = scales[0]
@@ -46,7 +47,8 @@ def telescope(
 
 @pytest.mark.parametrize("name", available())
 def test_sums_telescope(workers: Workers, name: str) -> None:
-    assert max(workers.run(telescope, 2, name=name, options={})) <= 1e-4
+    steps = 1000 if name in LONG else 200
+    assert max(workers.run(telescope, 2, name=name, options={}, steps=steps)) <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_sums_telescope(workers: Workers, name: str) -> None:
 )
 def test_sums_telescope_over_two_shots(workers: Workers, name: str, options: dict[str, Any]) -> None:
     assert Plan(create(name, **options), True).route(3) == "two_shot"
-    assert max(workers.run(telescope, 3, name=name, options=options)) <= 1e-4
+    assert max(workers.run(telescope, 3, name=name, options=options, steps=200)) <= 1e-4
 
 
 @pytest.mark.parametrize("name", ["int4", "topk", "powersgd"])

@@ -42,6 +42,16 @@ def mistakes(rank: int, world: int) -> None:
     with pytest.raises(AttachError, match="use autocast instead"):
         commopt.attach(mixed)
 
+    frozen = DDP(MLP())
+    frozen.requires_grad_(False)
+    with pytest.raises(AttachError, match="no parameter of this DDP model needs a gradient"):
+        commopt.attach(frozen)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("commopt.hooks.ddp.store_answers", lambda seconds: False)
+        with pytest.raises(ExchangeError, match="the store on rank 0 of the job does not answer"):
+            commopt.attach(DDP(MLP()))
+
     taken = DDP(MLP())
     taken.register_comm_hook(None, allreduce_hook)
     with pytest.raises(AttachError, match=r"already \(allreduce_hook\)"):

@@ -260,6 +260,30 @@ def another_model(rank: int, world: int) -> None:
         optimizer.step()  # none of ours
 
 
+class WithoutRate(torch.optim.Optimizer):
+    """As some that find it themselves (Adafactor)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= 0.01 * p.grad
+
+
+def without_rate(rank: int, world: int) -> None:
+    model = DDP(MLP())
+    with attached(model, "int8"):
+        train(model, WithoutRate(model.parameters()), rank, range(2))
+        assert same_on_all_ranks(model.parameters())
+
+
+def test_an_optimizer_may_have_no_learning_rate(workers: Workers) -> None:
+    workers.run(without_rate)
+
+
 def test_an_optimizer_of_another_model_is_none_of_ours(workers: Workers) -> None:
     workers.run(another_model)
 

@@ -1,9 +1,8 @@
 """``commopt lab``."""
 
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -11,15 +10,7 @@ from commopt.cli import main
 from commopt.lab import record
 from commopt.lab.system import sh
 
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """The command takes over signals, as a process of its own may."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(signum) for signum in signals]
-    yield
-    for signum, handler in zip(signals, before, strict=True):
-        signal.signal(signum, handler)
+pytestmark = pytest.mark.usefixtures("handlers")
 
 
 def lab(*arguments: str) -> int:
@@ -63,6 +54,11 @@ def test_a_lab_stays_until_it_goes(made: Callable[[str], set[str]], capfd: pytes
     assert capfd.readouterr().out == "Removed: nothing was up\n"
 
 
+def test_a_command_that_does_not_exist_is_said_before_anything_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    assert job("--hosts", "2", "--", "no-such-command") == 127
+    assert capsys.readouterr().err == "commopt: no-such-command: no such command\n"
+
+
 @pytest.mark.usefixtures("machine")
 def test_one_call_makes_runs_and_removes(name: str, made: Callable[[str], set[str]]) -> None:
     assert job("--hosts", "2", "--name", name, "--", sys.executable, "-c", "raise SystemExit(4)") == 4
@@ -87,7 +83,8 @@ def test_a_lab_that_is_not_whole_is_known(capsys: pytest.CaptureFixture[str]) ->
         (["--racks", "0"], "in 1 to 2 racks"),
         (["--between-racks", "1mbit"], "two or more racks"),
         (["--racks", "2", "--between-racks", "much"], "'much' is not a rate"),
-        *((["--rate", rate], "is not a rate") for rate in ("fast", "100", "0mbit", "-1mbit", "100mbps", "1mbit 2")),
+        *((["--rate", rate], "is not a rate") for rate in ("fast", "100", "-1mbit", "100mbps", "1mbit 2")),
+        *((["--rate", rate], "(8kbit to 400gbit)") for rate in ("0mbit", "1kbit", "500gbit")),
         *((["--delay", delay], "is not a delay") for delay in ("20", "-1ms", "20m", "11s", "long")),
         *((["--loss", loss], "is not a loss") for loss in ("1", "101%", "-1%", "0.01", "nan%")),
         (["--name", "../mine"], "is not a name"),

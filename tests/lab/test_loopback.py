@@ -53,6 +53,18 @@ def test_a_failure_ends_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None
         assert lab.run([sys.executable, "-c", fail_or_stay], timeout=60) == 3
 
 
+def test_a_signal_has_the_status_that_a_shell_gives_it() -> None:
+    with Loopback(1) as lab:
+        assert lab.run(["sh", "-c", "kill -9 $$"], timeout=60) == 128 + 9
+
+
+def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    with Loopback(1) as lab:
+        assert lab.run(["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid"], timeout=60) == 0
+    pid = int((tmp_path / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
+
+
 def test_a_job_that_does_not_end_in_time_is_ended() -> None:
     with Loopback(1) as lab:
         with pytest.raises(subprocess.TimeoutExpired):

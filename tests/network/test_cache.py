@@ -93,6 +93,17 @@ def test_a_broken_file_is_ignored_with_a_warning(workers: Workers, tmp_path: Pat
     assert run(workers, tmp_path)[1:] == (0, [])
 
 
+def test_a_number_out_of_range_is_ignored_with_a_warning(workers: Workers, tmp_path: Path) -> None:
+    run(workers, tmp_path)
+    (path,) = files(tmp_path)
+    kept = json.loads(path.read_text())
+    for piece in (float("inf"), float("nan"), 0):
+        path.write_text(json.dumps(kept | {"network": kept["network"] | {"piece": piece}}))
+        _, measured, said = run(workers, tmp_path)
+        assert (measured, len(said)) == (1, 1)
+        assert "pieces have at least one byte" in said[0]
+
+
 def test_other_nodes_have_a_file_of_their_own(workers: Workers, tmp_path: Path) -> None:
     run(workers, tmp_path)
     seen = workers.run(look_up, 3, folder=str(tmp_path), times=1, still_true=True, environment={})

@@ -114,10 +114,13 @@ def test_experience_corrects_what_was_predicted() -> None:
 
 def test_what_was_never_in_use_is_expected_to_do_as_well_as_the_best() -> None:
     first = chosen(allowed("safe"))
-    known: dict[Compressor, float] = {NONE.compressor: 1.5, create("int8"): 2.0, create("bf16"): 7.0}
-    corrected = chosen(allowed("safe"), experience=known)
-    assert of(corrected, "int4").step == pytest.approx(1.5 * of(first, "int4").step)
-    assert corrected.uncompressed.step == pytest.approx(1.5 * first.uncompressed.step)
+    known: dict[Compressor, float] = {create("int8"): 1.5, create("bf16"): 7.0}
+    for plain in (0.5, 2.0):  # which says nothing about compressors
+        corrected = chosen(allowed("safe"), experience={**known, NONE.compressor: plain})
+        assert of(corrected, "int4").step == pytest.approx(1.5 * of(first, "int4").step)
+        assert corrected.uncompressed.step == pytest.approx(plain * first.uncompressed.step)
+    corrected = chosen(allowed("safe"), experience={NONE.compressor: 1.2})  # and yet more than nothing does
+    assert of(corrected, "int4").step == pytest.approx(1.2 * of(first, "int4").step)
 
 
 def test_what_comes_close_is_tried_once() -> None:
@@ -132,6 +135,17 @@ def test_what_comes_close_is_tried_once() -> None:
     assert after(plans[fp8], {int8: 1.0, fp8: 1.02}) == plans[fp8]
     assert after(plans[fp8], {int8: 1.0, fp8: 1.05}) == plans[int8]
     assert after(plans[int8], {int8: 1.0, fp8: 1.05}) == plans[int8]
+    assert "it is tried, for int8" in chosen((int8, fp8), plans[int8], {int8: 1.0}).reason
+
+
+def test_what_is_tried_has_to_save_as_much_as_anything_else() -> None:
+    int8, fp8 = create("int8"), create("fp8")
+    plan = {seen.plan.compressor: seen.plan for seen in chosen((int8, fp8)).looked_at}[int8]
+    first = chosen((int8, fp8), plan, {int8: 1.0})
+    for saves, tried in ((0.01, False), (0.05, True)):
+        plain = of(first, "fp8").step / (1 - saves) / first.uncompressed.step
+        best = chosen((int8, fp8), plan, {int8: 1.0, NONE.compressor: plain}).best.plan
+        assert (best.compressor == fp8) is tried
 
 
 def milliseconds(text: str) -> list[int]:
