@@ -1,5 +1,7 @@
 """Models and loops that are out of the ordinary: sparse, frozen, shared, idle, accumulated, compiled, joined."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
