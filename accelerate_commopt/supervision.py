@@ -54,6 +54,7 @@ class Supervision:
         self.watching = watching
         self.watches: list[Watch] = []
         self.log = log
+        self.optimizers: Callable[[], list[Any]] = lambda: list(accelerator._optimizers)
         self.schedulers: Callable[[], list[Any]] = lambda: list(accelerator._schedulers)
         self.parts: Callable[[], float] = lambda: 1.0  # that the loss was divided by before it came here
         self._accelerator = accelerator
@@ -118,7 +119,7 @@ class Supervision:
     def _watch(self, module: torch.nn.Module, handle: Handle, index: int) -> "Watch":
         accelerator = self._accelerator
         name = f"model_{index}" if index else ""
-        optimizers = [each for each in accelerator._optimizers if _holds(each, handle)]
+        optimizers = [each for each in self.optimizers() if _holds(each, handle)]
         inner = {id(each.optimizer) for each in optimizers}
         schedulers = [each for each in self.schedulers() if id(_optimizer_of(each)) in inner]
         for optimizer in optimizers:

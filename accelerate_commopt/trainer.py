@@ -33,7 +33,9 @@ class CommOptCallback(TrainerCallback):
         if supervision.watching.directory is None:
             supervision.watching = replace(supervision.watching, directory=trainer.args.output_dir)
         supervision.log = self._keep
-        supervision.schedulers = lambda: [trainer.lr_scheduler]  # it is not prepared
+        # Older Trainers do not prepare the optimizer again when they train again, and none prepares the scheduler.
+        supervision.optimizers = lambda: [trainer.optimizer]
+        supervision.schedulers = lambda: [trainer.lr_scheduler]
         supervision.parts = lambda: float(getattr(trainer, "current_gradient_accumulation_steps", 1))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

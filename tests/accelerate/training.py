@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from accelerate_commopt import Attachment
 from commopt import CommOptWarning
@@ -114,7 +114,9 @@ def trainer_of(
     model: nn.Module, folder: str | Path, steps: int, world: int, eval_dataset: Any = None, **arguments: Any
 ) -> Any:
     """A Trainer on the CPU without decoration, for ``steps`` steps of one epoch, or of those in ``arguments``."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
+
+    from tests.accelerate.arguments import OnCpu
 
     plain: dict[str, Any] = {
         "per_device_train_batch_size": SIZE,
@@ -129,18 +131,20 @@ def trainer_of(
         "dataloader_pin_memory": False,
         "label_names": ["y"],
         "remove_unused_columns": False,
-        "train_sampling_strategy": "sequential",
     }
     optimizer = sgd(model)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     accumulate = arguments.get("gradient_accumulation_steps", 1)
-    return Trainer(
+    data = Samples(steps * world * SIZE * accumulate)
+    trainer: Any = Trainer(
         model,
-        TrainingArguments(str(folder), **(plain | arguments)),
-        train_dataset=Samples(steps * world * SIZE * accumulate),
+        OnCpu(str(folder), **(plain | arguments)),
+        train_dataset=data,
         eval_dataset=eval_dataset,
         optimizers=(optimizer, constant),
     )
+    trainer._get_train_sampler = lambda *_: SequentialSampler(data)  # the argument for it is of transformers 5
+    return trainer
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -109,8 +110,17 @@ class Untoggled(GAN):
         pass
 
 
+STATIC = pytest.param(
+    {"static_graph": True},
+    marks=pytest.mark.skipif(
+        "post_backward" not in vars(DDPStrategy),
+        reason="this Lightning's DDP does not exchange the first step of a static graph by hand",
+    ),
+)
+
+
 @compressing
-@pytest.mark.parametrize("ddp", [{}, UNUSED, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("ddp", [{}, UNUSED, STATIC], ids=str)
 def test_one_optimizer_by_hand(workers: Workers, strategy: Arguments, ddp: Arguments) -> None:
     fits = workers.run(fit, strategy=strategy | ddp, model=Manual)
     assert_ranks_equal(fits)

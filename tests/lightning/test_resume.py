@@ -306,11 +306,9 @@ def save_elsewhere(rank: int, world: int, folder: Path) -> list[str]:
         for name in ("one", "two"):
             trainer.save_checkpoint(f"memory://{name}.ckpt")
             trainer.strategy.remove_checkpoint(f"memory://{name}.ckpt")
-        later = AsyncCheckpointIO()
-        trainer = make_trainer(world, CommOptDDPStrategy(**TOPK), plugins=[later])
+        later = Save(folder / "later.ckpt")
+        trainer = make_trainer(world, CommOptDDPStrategy(**TOPK), plugins=[AsyncCheckpointIO()], callbacks=[later])
         trainer.fit(Regression(), Batches(rank, 2))
-        trainer.save_checkpoint(folder / "later.ckpt")
-        later.teardown()
     return [str(warning.message) for warning in caught]
 
 
