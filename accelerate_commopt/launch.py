@@ -21,8 +21,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accelerate_commopt.file import LaunchFile
-from accelerate_commopt.runner import find
 from commopt.errors import CommOptError, ConfigError
+from commopt.script import find
 
 DESCRIPTION = """Starts a script under Accelerate, with its gradients compressed. FILE holds the keys of `accelerate
 config` and a `commopt:` section; `python -m accelerate_commopt config` writes one. The options are those of `accelerate

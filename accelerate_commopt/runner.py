@@ -1,20 +1,18 @@
 """Runs a script that knows nothing of commopt, with every Accelerator (and Trainer) that it makes using it."""
 
 import argparse
-import importlib.util
 import os
-import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from accelerate_commopt.plugin import install
 from commopt.config import CommOptConfig
-from commopt.errors import CommOptError, ConfigError
+from commopt.errors import CommOptError
 from commopt.plan import Plan
+from commopt.script import find, run
 
 USAGE = """python -m accelerate_commopt [--config FILE] [--compressor NAME] SCRIPT [ARGS ...]
        python -m accelerate_commopt [--config FILE] [--compressor NAME] -m MODULE [ARGS ...]
@@ -61,19 +59,6 @@ def choose(file: str | None, compressor: str | None) -> CommOptConfig:
     return config
 
 
-def find(script: str, module: bool = False) -> None:
-    """Raises ``ConfigError`` where there is no such script or module."""
-    if module:
-        try:
-            found = importlib.util.find_spec(script) is not None
-        except (ImportError, ValueError):  # a package around it is missing, or it is no name at all
-            found = False
-        if not found:
-            raise ConfigError(f"there is no module {script!r} to run, seen from {Path.cwd()}; installed, or misspelt?")
-    elif not Path(script).is_file():
-        raise ConfigError(f"there is no script {script!r}, seen from {Path.cwd()}.")
-
-
 def unite() -> None:
     """Several processes without a device of their own compute on CPUs. Accelerate has to be told, or else each of them
     is a world of its own, and trains alone."""
@@ -88,14 +73,3 @@ def unite() -> None:
             "together (ACCELERATE_USE_CPU=true).",
             file=sys.stderr,
         )
-
-
-def run(script: str, module: bool, arguments: Sequence[str]) -> None:
-    """Runs it as ``python script arguments`` or ``python -m module arguments`` would."""
-    sys.argv = [script, *arguments]
-    if module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-        return
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")

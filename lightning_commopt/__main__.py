@@ -1,13 +1,12 @@
 """``python -m lightning_commopt``: runs a script that knows nothing of commopt, with its strategies registered."""
 
 import argparse
-import runpy
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from commopt import CommOptConfig, CommOptError, ConfigError
+from commopt import CommOptConfig, CommOptError
+from commopt.script import find, run
 from lightning_commopt import keys, swap
 from lightning_commopt.arguments import Compressing
 
@@ -45,30 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     swap.lead([part for key, value in given.items() if value for part in (key, value)])
     run(options.script, options.module, options.arguments)
     return 0
-
-
-def find(script: str, module: bool) -> None:
-    """Raises ``ConfigError`` where there is no such script or module."""
-    if module:
-        try:
-            found = find_spec(script) is not None
-        except (ImportError, ValueError):  # a package around it is missing, or it is no name at all
-            found = False
-    else:
-        found = Path(script).is_file()
-    if not found:
-        raise ConfigError(f"there is no {'module' if module else 'script'} {script!r} to run, seen from {Path.cwd()}.")
-
-
-def run(script: str, module: bool, arguments: Sequence[str]) -> None:
-    """Runs it as ``python script arguments`` or ``python -m module arguments`` would."""
-    sys.argv = [script, *arguments]
-    if module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-        return
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -92,8 +92,8 @@ def test_how_a_script_ends_is_its_own_affair() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.py"], "there is no script 'missing.py' to run, seen from "),
-        (["scripts"], "there is no script 'scripts' to run"),
+        (["missing.py"], "there is no script 'missing.py', seen from "),
+        (["scripts"], "there is no script 'scripts', seen from "),
         (["-m", "missing"], "there is no module 'missing' to run"),
         (["-m", "missing.train"], "there is no module 'missing.train' to run"),
         (["-m", "scripts/train.py"], "there is no module 'scripts/train.py' to run"),
