@@ -13,7 +13,7 @@ from commopt.policy.cost import Prediction, Workload, predict
 WORTH = 0.03  # of a step that another plan has to save: a change is not free, and a prediction not exact
 WORTH_COMPRESSING = 0.05  # the same, for compressing at all: never slower than no compression
 UNTRIED = 0.1  # of a step that a compressor which was never in use may save beyond its prediction
-LEAST = 0.02  # of a step that another size of messages has to save
+LEAST = 0.06  # of a step that another size of messages has to save: from step to step, predictions differ by half of it
 MESSAGES = (1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes; the largest bounds the memory
 REFINED = 3  # compressors whose messages are looked at more closely
 
