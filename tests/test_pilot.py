@@ -56,7 +56,6 @@ def test_on_a_slow_link_it_compresses_gently_and_then_more(workers: Workers) -> 
     assert one.names[0] == "none"  # before ranks have voted on anything
     assert set(one.names[1:WARM_UP]) == {"int4"}
     assert set(one.names[-4:]) == {"int3"}
-    assert "small=Plan(compressor=NoCompression()" in one.plans[-1]
     assert (one.probes, other.probes) == (1, 1)
     assert one.told == other.told
     assert one.explained == other.explained

@@ -13,7 +13,7 @@ from commopt.policy.cost import Prediction, Workload, predict
 WORTH = 0.03  # of a step that another plan has to save: a change is not free, and a prediction not exact
 WORTH_COMPRESSING = 0.05  # the same, for compressing at all: never slower than no compression
 UNTRIED = 0.1  # of a step that a compressor which was never in use may save beyond its prediction
-LEAST = 0.06  # of a step that another size of messages has to save: from step to step, predictions differ by half of it
+LEAST = 0.06  # of a step that other messages have to save: from look to look, predictions differ by half of it
 MESSAGES = (1 << 20, 1 << 22, 1 << 24, 1 << 26)  # bytes; the largest bounds the memory
 REFINED = 3  # compressors whose messages are looked at more closely
 
@@ -79,8 +79,8 @@ def choose(
         predicted = predict(plan, workload, network, machine)
         return replace(predicted, step=predicted.step * known.get(plan.compressor, usual))
 
-    plans = [Plan.uncompressed(), *(_plan(compressor) for compressor in compressors)]
-    firsts = sorted((_fused(plan, cost, MESSAGES[:1]) for plan in plans), key=_course)
+    plans = [Plan.uncompressed(), *(Plan(compressor, compressor.wants_feedback) for compressor in compressors)]
+    firsts = sorted((_fused(_apart(plan, cost), cost, MESSAGES[:1]) for plan in plans), key=_course)
     refined = [_fused(seen.plan, cost, MESSAGES[1:], seen) for seen in firsts[:REFINED]]
     looked_at = sorted([*refined, *firsts[REFINED:]], key=_course)
     now, plain = cost(current), cost(Plan.uncompressed())
@@ -113,9 +113,11 @@ def _course(seen: Prediction) -> float:
     return seen.step * AGGRESSIVE.get(seen.plan.compressor, 1.0)
 
 
-def _plan(compressor: Compressor) -> Plan:
-    """Vectors and small tensors are few bytes and would be padding for the most part: they travel whole."""
-    return Plan(compressor, compressor.wants_feedback, small=Plan.uncompressed())
+def _apart(plan: Plan, cost: Callable[[Plan], Prediction]) -> Plan:
+    """With vectors and small tensors uncompressed, where they would be padding for the most part, and that pays for
+    messages of their own."""
+    apart = replace(plan, small=Plan.uncompressed())
+    return plan if plan.lossless or cost(apart).step >= (1 - LEAST) * cost(plan).step else apart
 
 
 def _fused(

@@ -34,8 +34,23 @@ def test_a_slow_link_gets_few_bits() -> None:
     best = chosen(allowed("safe")).best
     assert best.plan.compressor.name in SMALLEST
     assert best.plan.feedback
-    assert best.plan.small == NONE  # vectors and small tensors travel whole
+    assert best.plan.small is None  # one message a bucket
     assert best.step < 0.5 * chosen(()).best.step
+
+
+@pytest.mark.parametrize(("tensors", "small"), [(4, None), (10_000, NONE)])
+def test_vectors_that_would_be_padding_travel_whole(tensors: int, small: Plan | None) -> None:
+    vectors = workload(1, (1,), backward=0.1, kind="small", tensors=tensors)
+    (part,) = vectors.ready
+    names = tuple(f"vector{name}" for name in part.names)
+    work = dataclasses.replace(
+        WORK,
+        ready=(dataclasses.replace(part, names=names), *WORK.ready),
+        classes={**WORK.classes, **dict.fromkeys(names, "small")},
+    )
+    best = choose(NONE, (create("int4"),), work, SLOW, machine()).best.plan
+    assert best.compressor == create("int4")
+    assert best.small == small
 
 
 def test_what_may_cost_accuracy_has_to_be_asked_for() -> None:
