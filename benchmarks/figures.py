@@ -77,6 +77,10 @@ FUSION_COLUMNS = (
 )
 FOLLOW_COLUMNS = "GPT *small*; *steps until it settled*: after which the plan no longer changed in this phase."
 
+GLANCE_COLUMNS = (
+    "ms a step, medians, and what *auto* chose; a column for each rate and number of hosts, from what follows."
+)
+
 FIXED = ("int8", "int4", "int3", "int2", "onebit", "topk:density=0.01", "powersgd:rank=4")
 HOOKS = ("torch:fp16", "torch:bf16", "torch:powersgd")
 AUTO = ("auto", "auto:quality=aggressive")
@@ -140,6 +144,7 @@ FIGURES = (
 def render(folder: Path) -> str:
     """The page, from the JSON files in ``folder``; what has none there is left out."""
     parts = ["# Figures", "Written by `make figures`; each table by the command above it."]
+    parts += ["## Step times at a glance", GLANCE_COLUMNS, _glance(folder)]
     for figure in FIGURES:
         path = folder / f"{figure.name}.json"
         if not path.exists():
@@ -150,6 +155,21 @@ def render(folder: Path) -> str:
         chosen = [v for v in result.get("variants", []) if v["variant"].startswith("auto")]
         parts += ["\n".join(f"- `{v['variant']}`: {v['explained']}" for v in chosen)] if chosen else []
     return "\n\n".join(parts) + "\n"
+
+
+def _glance(folder: Path) -> str:
+    """The medians of all networks that were measured, a column each."""
+    columns: dict[str, dict[str, str]] = {}
+    for rate, hosts, *_ in POLICY:
+        path = folder / f"policy-{rate}-{hosts}.json"
+        if not path.exists():
+            continue
+        column = columns[f"{rate}, {hosts}"] = {}
+        for variant in json.loads(path.read_text())["variants"]:
+            median, chosen = variant["step_ms"]["median"], variant.get("chosen")
+            column[variant["variant"]] = f"{median:.0f}" + (f" ({chosen})" if chosen else "")
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    return _table(["", *columns], [[name, *(column.get(name, "") for column in columns.values())] for name in names])
 
 
 def _conditions(conditions: dict[str, Any]) -> str:
